@@ -1,0 +1,50 @@
+# Each command does its own set-up: .venv is made once and kept while requirements.txt and pyproject.toml are unchanged.
+
+PYTHON ?= python3
+SEEDS ?= 1
+CONFIG ?= configs/demo.yaml
+ARGS ?=
+
+VENV := .venv/bin/python
+# The name of the stamp holds the hash, so that an old set-up is simply a file that does not exist.
+STAMP := .venv/installed-$(shell cat requirements.txt pyproject.toml | sha256sum | cut -c1-16)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast sft rl eval lint
+
+help:  ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## install into .venv; every other command does this by itself
+	@echo 'Ready: .venv'
+
+demo: $(STAMP)  ## warm-up, RL in rehearsal, real evaluation on an embedded world (SEEDS=1)
+	@$(VENV) -m envace.demo --seeds $(SEEDS)
+
+test: $(STAMP)  ## every test
+	@$(VENV) -m pytest
+
+test-fast: $(STAMP)  ## the tests for daily work
+	@$(VENV) -m pytest -m "not slow"
+
+sft: $(STAMP)  ## supervised warm-up (CONFIG=configs/demo.yaml ARGS="sft.steps=10")
+	@$(VENV) train_sft.py --config $(CONFIG) $(ARGS)
+
+rl: $(STAMP)  ## reinforcement learning (CONFIG=... ARGS="...")
+	@$(VENV) train_rl.py --config $(CONFIG) $(ARGS)
+
+eval: $(STAMP)  ## evaluation (CONFIG=... ARGS="...")
+	@$(VENV) evaluate.py --config $(CONFIG) $(ARGS)
+
+lint: $(STAMP)  ## ruff
+	@$(VENV) -m ruff check .
+
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo 'error: EnvACE needs Python 3.11 or newer as $(PYTHON); name another with PYTHON=python3.12' >&2; exit 1; }
+	@test -x .venv/bin/pip || $(PYTHON) -m venv .venv
+	@echo 'Installing into .venv, once; this takes a few minutes.'
+	@$(VENV) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@$(VENV) -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@rm -f .venv/installed-*
+	@touch $@

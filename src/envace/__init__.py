@@ -1,0 +1,1 @@
+"""EnvACE: one policy acts and rehearses its own environment. Plain PyTorch, no RL framework."""

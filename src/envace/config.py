@@ -1,0 +1,343 @@
+"""Every setting of a run, typed and documented; YAML files with `inherits`, then `key=value` overrides.
+
+OmegaConf does the parsing, merging and type checks (structured configs over dataclasses). The comment behind a field
+is its documentation, and what `--help` prints. A user's mistake is a ConfigError: one line with the key, where it was
+set and the nearest valid name. No heavy library is imported here, so that a mistake shows at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import io
+import math
+import platform
+import subprocess
+import sys
+import tokenize
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, is_dataclass
+from difflib import SequenceMatcher, get_close_matches
+from functools import cache
+from importlib import metadata
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import yaml
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+@dataclass
+class ModelConfig:
+    path: str = "???"  # Hugging Face folder or hub name of a causal LM and its tokenizer
+    dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the weights in memory
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # passed to transformers
+    add_missing_tokens: bool = False  # add <tool_call>, <tool_response>, ... to a tokenizer that lacks them
+    trust_remote_code: bool = False  # run code that ships with the checkpoint
+
+
+@dataclass
+class DataConfig:
+    source: Literal["demo"] = "demo"  # where tasks and demonstrations come from
+    seed: int = 0  # seed of the task templates and the demonstrations
+    demonstrations: int = 4096  # recorded dialogues for SFT
+    train_tasks: int = 2048  # tasks for RL
+    eval_tasks: int = 320  # held-out tasks: other ids and values, and some templates never trained on
+
+
+@dataclass
+class SamplingConfig:
+    temperature: float = 1.0  # 0 means greedy; RL needs > 0
+    top_p: float = 1.0  # nucleus; training refuses anything but 1
+    top_k: int = 0  # 0 means off; training refuses anything but 0
+
+
+@dataclass
+class RolloutConfig:
+    view: Literal["shared", "separate"] = "shared"  # REHEARSE inside ACT's stream, or in a chat of its own
+    environment: Literal["rehearsed", "real", "constant"] = "rehearsed"  # who answers the calls in training
+    max_rounds: int = 30  # ACT outputs that call tools, per trajectory
+    max_parallel_calls: int = 20  # calls in one ACT output
+    max_context_tokens: int = 12000  # longest prompt an output may start from
+    max_new_tokens: int = 8000  # longest output
+    batch_size: int = 128  # episodes generated together
+    thinking: bool = True  # False puts an empty think block before each ACT output, as Qwen3 does
+
+
+@dataclass
+class SFTConfig:
+    roles: list[str] = field(default_factory=lambda: ["act", "rehearse"])  # whose tokens carry loss
+    steps: int = 400  # optimizer steps
+    batch_size: int = 32  # dialogues per optimizer step, over all ranks
+    micro_batch_size: int = 32  # sequences per forward pass on one rank
+    lr: float = 1e-5  # peak learning rate
+    warmup: float = 0.1  # share of the steps with a linearly rising learning rate
+    schedule: Literal["cosine", "constant"] = "cosine"  # after the warm-up
+    weight_decay: float = 0.01  # AdamW
+    grad_clip: float = 1.0  # largest gradient norm
+
+
+@dataclass
+class RLConfig:
+    steps: int = 470  # rollout batches
+    prompts_per_step: int = 16  # tasks per rollout batch, over all ranks
+    group_size: int = 4  # rollouts of one task
+    updates_per_batch: int = 1  # optimizer steps on one rollout batch; 1 keeps the ratio at 1
+    micro_batch_size: int = 32  # sequences per forward pass on one rank
+    lr: float = 1e-6  # peak learning rate
+    warmup: float = 0.0  # share of the steps with a linearly rising learning rate
+    schedule: Literal["cosine", "constant"] = "constant"  # after the warm-up
+    weight_decay: float = 0.01  # AdamW
+    grad_clip: float = 1.0  # largest gradient norm
+    clip_eps_low: float = 0.2  # ratio is clipped to [1 - low, 1 + high]
+    clip_eps_high: float = 0.2  # see clip_eps_low
+    kl_coef: float = 1e-4  # weight of KL(policy || reference); 0 loads no reference
+    kl_estimator: Literal["k2", "k3", "k3_ratio"] = "k3"  # see envace.losses
+    normalize_std: bool = True  # divide advantages by the group's unbiased standard deviation
+    baseline_over: Literal["outputs", "trajectories"] = "outputs"  # what the group mean is taken over
+    loss_aggregation: Literal["token_mean", "output_mean", "role_mean"] = "token_mean"  # see envace.batching
+    role_weights: dict[str, float] = field(default_factory=lambda: {"act": 1.0, "rehearse": 1.0})  # loss weight by role
+    max_nonfinite_steps: int = 5  # stop after this many skipped steps in a row
+
+
+@dataclass
+class EvalConfig:
+    every: int = 10  # RL steps between evaluations; 0 means only at the end
+    samples: int = 1  # sampled runs per task
+    tasks: int = 0  # use only the first N held-out tasks; 0 means all
+    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(0.6, top_p=0.95))  # how evaluation samples
+
+
+@dataclass
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)  # which policy
+    data: DataConfig = field(default_factory=DataConfig)  # which tasks
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)  # how episodes unfold
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)  # how training samples
+    sft: SFTConfig = field(default_factory=SFTConfig)  # supervised warm-up
+    rl: RLConfig = field(default_factory=RLConfig)  # role-wise GRPO
+    eval: EvalConfig = field(default_factory=EvalConfig)  # held-out evaluation
+    run_dir: str = "runs/default"  # where checkpoints, logs and trajectories go
+    seed: int = 0  # seed of sampling, shuffling and initialisation
+
+
+COMMAND_LINE = "command line"
+LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "numpy", "omegaconf")
+ROLES = ("act", "rehearse")
+MAY_BE_ZERO = ("seed", "steps", "every", "tasks", "top_k")  # names of int fields; any other int field is a count, >= 1
+
+Rule = tuple[str, Callable[[Any], bool], str]
+RULES: list[Rule] = [  # key, what its value must satisfy, what to change
+    ("sampling.temperature", lambda t: t > 0, "training samples: set it > 0 (evaluation: eval.sampling.temperature)"),
+    ("sampling.top_p", lambda p: p == 1, "training cuts no token off: set it to 1 (evaluation: eval.sampling.top_p)"),
+    ("sampling.top_k", lambda k: k == 0, "training cuts no token off: set it to 0 (evaluation: eval.sampling.top_k)"),
+    ("eval.sampling.temperature", lambda t: t >= 0, "must be >= 0; 0 is greedy"),
+    ("eval.sampling.top_p", lambda p: 0 < p <= 1, "must be > 0 and <= 1"),
+    ("sft.roles", lambda roles: roles and all(role in ROLES for role in roles), "must name act, rehearse or both"),
+    ("sft.lr", lambda lr: lr >= 0, "must be >= 0"),
+    ("sft.warmup", lambda share: 0 <= share <= 1, "is a share of the steps: must be within 0 and 1"),
+    ("sft.weight_decay", lambda decay: decay >= 0, "must be >= 0"),
+    ("sft.grad_clip", lambda norm: norm > 0, "must be > 0"),
+    ("rl.group_size", lambda size: size >= 2, "must be >= 2: the baseline compares the rollouts of one task"),
+    ("rl.lr", lambda lr: lr >= 0, "must be >= 0"),
+    ("rl.warmup", lambda share: 0 <= share <= 1, "is a share of the steps: must be within 0 and 1"),
+    ("rl.weight_decay", lambda decay: decay >= 0, "must be >= 0"),
+    ("rl.grad_clip", lambda norm: norm > 0, "must be > 0"),
+    ("rl.clip_eps_low", lambda eps: 0 <= eps < 1, "must be >= 0 and < 1: the ratio is clipped to 1 - low"),
+    ("rl.clip_eps_high", lambda eps: eps >= 0, "must be >= 0"),
+    ("rl.kl_coef", lambda coef: coef >= 0, "must be >= 0; 0 switches the KL term off"),
+    ("rl.role_weights", lambda weights: all(role in ROLES for role in weights), "may name only act and rehearse"),
+    ("rl.role_weights", lambda weights: all(0 <= w < math.inf for w in weights.values()), "must be finite and >= 0"),
+    ("rl.role_weights", lambda weights: any(weights.values()), "would train nothing: set act or rehearse > 0"),
+]
+
+
+class ConfigError(Exception):
+    """A mistake in a user's settings, said in one line."""
+
+
+def load_config(path: str | None, overrides: list[str]) -> Config:
+    """The defaults, then the file (what it inherits first), then `key=value` overrides; the later one wins."""
+    config, origins = OmegaConf.structured(Config), {}
+    layers = _read(Path(path)) if path is not None else []
+    for source, values in layers + [_parse(text) for text in overrides]:
+        for key, value in _flatten(values, source):
+            _set(config, key, value, source)
+            origins[key] = source
+    if missing := sorted(OmegaConf.missing_keys(config)):
+        raise ConfigError(f"{missing[0]} must be set ({path or COMMAND_LINE}): add it or pass {missing[0]}=...")
+    result = OmegaConf.to_object(config)
+    validate(result, origins)
+    return result
+
+
+def validate(config: Config, origins: dict[str, str] | None = None) -> None:
+    """Refuse values that cannot work. `origins` says where a key was set, for the message."""
+    for key, holds, advice in [*_rules_by_type(), *RULES]:
+        value = attrgetter(key)(config)
+        if not holds(value):
+            raise ConfigError(f"{key}={value} ({(origins or {}).get(key, 'default')}): {advice}")
+
+
+def save_config(config: Config, path: str | Path) -> None:
+    """Write every setting as YAML that `load_config` reads back to an equal config."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(OmegaConf.structured(config), path)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that decide the numbers; in a git clone the commit too."""
+    found = {d.name: d.version for d in metadata.distributions() if d.name in LIBRARIES}
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        found["git_commit"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        pass  # no git, or no clone: the versions still say what ran
+    return {"python": platform.python_version(), **found}
+
+
+def cli(description: str) -> Config:
+    """The config an entry point was called with. Call it before torch is imported: a mistake then shows at once."""
+    keys = [
+        f"  {key}={'(must be set)' if default == MISSING else default}\n      {doc} ({_expected(kind)})"
+        for key, (kind, default, doc) in schema().items()
+        if not is_dataclass(kind)
+    ]
+    parser = argparse.ArgumentParser(
+        description=description,
+        epilog="\n".join(["keys and their defaults:", *keys]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="PATH", help="YAML file; `inherits: other.yaml` in it names its base")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
+    arguments, unknown = parser.parse_known_intermixed_args()
+    try:
+        return load_config(arguments.config, arguments.overrides + unknown)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+class Setting(NamedTuple):
+    kind: Any
+    default: Any
+    doc: str
+
+
+@cache
+def schema() -> dict[str, Setting]:
+    """Every dotted key, sections included."""
+
+    def walk(section: Any, prefix: str) -> Iterator[tuple[str, Setting]]:
+        tokens = tokenize.generate_tokens(io.StringIO(inspect.getsource(type(section))).readline)
+        docs = {t.line.split(":")[0].strip(): t.string[1:].strip() for t in tokens if t.type == tokenize.COMMENT}
+        for name, kind in get_type_hints(type(section)).items():
+            value = getattr(section, name)
+            yield prefix + name, Setting(kind, value, docs.get(name, ""))
+            if is_dataclass(kind):
+                yield from walk(value, f"{prefix}{name}.")
+
+    return dict(walk(Config(), ""))
+
+
+def nearest(key: str) -> str:
+    """What a wrong key was probably meant to be: the keys that end in the same name, else the most similar one."""
+
+    def similarity(valid: str) -> float:
+        pairs = [(key, valid), (_name(key), _name(valid))]
+        return sum(SequenceMatcher(None, a, b).ratio() for a, b in pairs)
+
+    same_name = [valid for valid in schema() if _name(valid) == _name(key)]
+    ranked = sorted(same_name or schema(), key=similarity, reverse=True)
+    return " or ".join(ranked[: 3 if same_name else 1])
+
+
+def _name(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _expected(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    if is_dataclass(kind):
+        return "a section of keys"
+    return kind.__name__ if isinstance(kind, type) else str(kind)
+
+
+def _reason(error: yaml.YAMLError | OmegaConfBaseException) -> str:
+    return error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error).partition("\n")[0]
+
+
+def _rules_by_type() -> Iterator[Rule]:
+    for key, setting in schema().items():
+        if setting.kind is int:
+            least = 0 if _name(key) in MAY_BE_ZERO else 1
+            yield key, least.__le__, f"must be >= {least}"
+        elif setting.kind is float:
+            yield key, math.isfinite, "must be a finite number"
+
+
+def _read(path: Path, heirs: tuple[Path, ...] = ()) -> list[tuple[str, dict[Any, Any]]]:
+    """(file, its settings) for a file and everything it inherits, base first."""
+    if path.resolve() in [heir.resolve() for heir in heirs]:
+        raise ConfigError(f"inherits goes round in a circle: {' -> '.join(map(str, [*heirs, path]))}")
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        asked_by = f"inherits in {heirs[-1]}" if heirs else f"{COMMAND_LINE}, --config"
+        close = get_close_matches(path.name, [file.name for file in path.parent.glob("*.y*ml")], n=1, cutoff=0)
+        hint = f": did you mean {path.parent / close[0]}?" if close else ""
+        raise ConfigError(f"cannot read {path} ({asked_by}), {str(error.strerror).lower()}{hint}") from None
+    try:
+        root = yaml.compose(text, yaml.SafeLoader)
+        if not isinstance(root, yaml.MappingNode | None):  # OmegaConf would take a lone word for a key
+            raise ConfigError(f"{path}: expected a mapping of keys to values, such as 'seed: 0'")
+        settings = OmegaConf.to_container(OmegaConf.load(io.BytesIO(text)))
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        line = f", line {error.problem_mark.line + 1}" if isinstance(error, yaml.MarkedYAMLError) else ""
+        raise ConfigError(f"{path}{line}: invalid YAML, {_reason(error)}") from None
+    base = settings.pop("inherits", None)
+    if base is not None and not isinstance(base, str):
+        raise ConfigError(f"inherits={base!r} ({path}): expected the name of one YAML file")
+    inherited = _read(path.parent / base, (*heirs, path)) if base else []
+    return [*inherited, (str(path), settings)]
+
+
+def _parse(override: str) -> tuple[str, dict[Any, Any]]:
+    key, equals, value = override.partition("=")
+    if not equals:
+        raise ConfigError(f"'{key}' has no '=' ({COMMAND_LINE}): write key=value; did you mean {nearest(key)}?")
+    try:
+        return COMMAND_LINE, OmegaConf.to_container(OmegaConf.from_dotlist([override]))
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{key}={value} ({COMMAND_LINE}): invalid YAML, {_reason(error)}") from None
+
+
+def _flatten(values: dict[Any, Any], source: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys down to the fields; the value of a field may be a mapping itself."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if "." in str(name):
+            raise ConfigError(f"'{key}' ({source}): nest the names, dots are for the command line")
+        if isinstance(value, dict) and value and (key not in schema() or is_dataclass(schema()[key].kind)):
+            yield from _flatten(value, source, f"{key}.")
+        else:
+            yield key, value
+
+
+def _set(config: DictConfig, key: str, value: Any, source: str) -> None:
+    if key not in schema():
+        raise ConfigError(f"unknown key '{key}' ({source}): did you mean {nearest(key)}?")
+    if "${" in str(value):  # OmegaConf would look it up, also in the environment; here a value is what it says
+        raise ConfigError(f"{key}={value!r} ({source}): references with ${{...}} are not supported, write the value")
+    kind = schema()[key].kind
+    expected = ConfigError(f"{key}={value!r} ({source}): expected {_expected(kind)}")
+    if is_dataclass(kind) and value != {}:  # _flatten goes into sections, so this is no section
+        raise expected
+    try:
+        OmegaConf.update(config, key, value)
+    except OmegaConfBaseException:
+        raise expected from None

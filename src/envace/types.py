@@ -1,0 +1,244 @@
+"""The data that travels through one training step: Task -> Trajectory -> Batch.
+
+A trajectory is token-exact: the ids that were sampled are the ids that are trained; nothing is decoded and
+re-encoded. History is append-only. Index t of every (B, T) tensor means token t of the sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+
+class Role(IntEnum):
+    """Who wrote a token. CONTEXT tokens were given, carry no loss and no advantage."""
+
+    CONTEXT = 0
+    ACT = 1
+    REHEARSE = 2
+
+
+class Evidence(StrEnum):
+    """How far a segment can be trusted as a statement about the world."""
+
+    GIVEN = "given"  # prompts, user turns and the framing between outputs
+    CLAIMED = "claimed"  # written by ACT
+    REHEARSED = "rehearsed"  # written by the policy in the role REHEARSE
+    SIMULATED = "simulated"  # written by something that stands in for the environment
+    OBSERVED = "observed"  # returned by a real environment (or recorded from one)
+
+
+class Status(StrEnum):
+    """How a trajectory ended. Only FINISHED has an answer; FAULT has an unknown reward."""
+
+    FINISHED = "finished"
+    PARSE_ERROR = "parse_error"
+    TRUNCATED = "truncated"
+    FAULT = "fault"
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    name: str
+    arguments: dict[str, Any]
+
+    def key(self) -> str:
+        """Canonical text: equal calls have equal keys whatever the order of their arguments."""
+        return f"{self.name} {canonical_json(self.arguments)}"
+
+
+@dataclass(frozen=True)
+class Action:
+    """What ACT's text means: `calls` to run, or with no calls a final answer in `content`.
+
+    `error` is set when the text asks for a call that cannot be read; `calls` is then empty.
+    """
+
+    content: str
+    calls: list[ToolCall]
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a response's text means: `value` is the JSON object or array, or None with an `error`."""
+
+    text: str
+    value: Any = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """One problem: what the agent is told (`system`, `tools`, `user_turns`) and how it is judged (`goal`).
+
+    `world` is the state behind a real environment. Only that environment reads it: prompts and rewards never do.
+    """
+
+    id: str
+    system: str
+    tools: list[dict[str, Any]]
+    user_turns: list[str]
+    kind: str = ""
+    goal: Any = None
+    world: Any = None
+
+
+@dataclass
+class Segment:
+    """A run of tokens by one author.
+
+    ids: (n,) token ids exactly as sampled or as fed.
+    logprobs: (n,) sampling-time log-probabilities, None for CONTEXT and for forced text.
+    finish_reason: "stop", "length" or "parse_error" for an output, None for CONTEXT.
+    provenance: payload hash of an observed segment; model name and prompt hash of a rehearsed one.
+    """
+
+    role: Role
+    ids: list[int]
+    evidence: Evidence
+    logprobs: list[float] | None = None
+    finish_reason: str | None = None
+    provenance: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One token stream: what a single forward pass sees. `open` until nothing more will be appended.
+
+    Compared by identity: a KV cache row belongs to this very stream.
+    """
+
+    segments: list[Segment] = field(default_factory=list)
+    open: bool = True
+
+    @property
+    def ids(self) -> list[int]:
+        return [i for segment in self.segments for i in segment.ids]
+
+    @property
+    def role_ids(self) -> list[int]:
+        return [int(segment.role) for segment in self.segments for _ in segment.ids]
+
+    def __len__(self) -> int:
+        return sum(len(segment.ids) for segment in self.segments)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One call and the response the agent saw for it. `turn` counts user turns, `round` ACT outputs, from 0."""
+
+    call: ToolCall
+    response: Any
+    turn: int
+    round: int
+    evidence: Evidence
+
+
+@dataclass
+class Trajectory:
+    """One episode. In view `shared` it has one sequence; in view `separate` the ACT sequence comes first.
+
+    reward: None means unknown (a service fault); it then leaves the loss and the baseline.
+    reason: which cap or which parse error ended it, "" when finished.
+    answers: the final answer of each completed user turn. rounds: ACT outputs that asked for calls.
+    """
+
+    task: Task
+    group_id: str
+    sequences: list[Sequence] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
+    rounds: int = 0
+    status: Status = Status.FINISHED
+    reason: str = ""
+    reward: float | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)
+
+    def outputs(self) -> list[Segment]:
+        """The segments the policy wrote, in order of generation within each sequence."""
+        return [s for sequence in self.sequences for s in sequence.segments if s.role is not Role.CONTEXT]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Caps on an episode. Reaching one ends it with status TRUNCATED; it is never taken for an answer."""
+
+    max_rounds: int
+    max_parallel_calls: int
+    max_context_tokens: int
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """Please continue `sequence` (its ids are the prompt) until one of `stop_ids` or `max_new_tokens`."""
+
+    sequence: Sequence
+    role: Role
+    stop_ids: frozenset[int]
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """ids: what was sampled, with the stop token. logprobs: same length. finish_reason: "stop" or "length"."""
+
+    ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+
+Result = TypeVar("Result")
+# A coroutine that asks for completions; whoever drives it decides how they are batched.
+Steps = Generator[list[Request], list[Completion], Result]
+Generate = Callable[[list[Request]], list[Completion]]
+
+
+class ServiceFault(RuntimeError):
+    """An environment, simulator or judge broke. The trajectory's reward is unknown, not 0."""
+
+
+@dataclass
+class Batch:
+    """Padded sequences, ready for one forward pass. All (B, T); index t is token t.
+
+    weights: the loss weight of a token; 0 on context and padding.
+    advantages: the advantage of the output a token belongs to; 0 on context and padding.
+    old_logprobs, ref_logprobs: filled by the policy, None while not needed.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    role_ids: Tensor
+    weights: Tensor
+    advantages: Tensor
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+
+
+def canonical_json(value: Any) -> str:
+    """Keys sorted, no spaces, 3.0 written as 3: equal values have equal text."""
+
+    def normal(v: Any) -> Any:
+        if isinstance(v, float) and v.is_integer():
+            return int(v)
+        if isinstance(v, dict):
+            return {k: normal(x) for k, x in v.items()}
+        return [normal(x) for x in v] if isinstance(v, list) else v
+
+    return json.dumps(normal(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def content_hash(value: Any) -> str:
+    """First 16 hex digits of SHA-256 over a string, or over the canonical JSON of anything else."""
+    text = value if isinstance(value, str) else canonical_json(value)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
