@@ -1,0 +1,160 @@
+"""Trajectories -> rows -> padded batches. Pure.
+
+A row is one sequence with a loss weight and an advantage for each token. The loss is sum(weights * per_token) over
+`total_weight` of all rows, on every rank; `loss_aggregation` only decides the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from envace.types import Batch, Role, Segment, Trajectory
+
+
+@dataclass
+class Row:
+    """One sequence to train on. All lists have an entry for each token; see `envace.types.Batch`."""
+
+    ids: list[int]
+    role_ids: list[int]
+    weights: list[float]
+    advantages: list[float]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def token_mean(output: Segment, role_tokens: dict[Role, int]) -> float:
+    """Every token counts the same, so long outputs weigh more."""
+    return 1.0
+
+
+def output_mean(output: Segment, role_tokens: dict[Role, int]) -> float:
+    """Every output counts the same, whatever its length: what the released code does in effect."""
+    return 1.0 / len(output.ids)
+
+
+def role_mean(output: Segment, role_tokens: dict[Role, int]) -> float:
+    """Each role counts the same, whatever its share of the tokens."""
+    return 1.0 / role_tokens[output.role]
+
+
+LOSS_AGGREGATIONS = {"token_mean": token_mean, "output_mean": output_mean, "role_mean": role_mean}
+
+
+def output_table(trajectories: list[Trajectory]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(rewards, group_ids, role_ids, trajectory_ids), each (N,): one entry for each output, in the order of
+    `for t in trajectories for output in t.outputs()`.
+
+    rewards: float32, NaN where unknown. group_ids: dense, by first appearance of a trajectory's group_id.
+    trajectory_ids: the position in `trajectories`.
+    """
+    dense: dict[str, int] = {}
+    table = []
+    for number, trajectory in enumerate(trajectories):
+        reward = float("nan") if trajectory.reward is None else trajectory.reward
+        group = dense.setdefault(trajectory.group_id, len(dense))
+        table += [(reward, group, int(output.role), number) for output in trajectory.outputs()]
+    rewards, *ids = zip(*table, strict=True) if table else [()] * 4
+    return torch.tensor(rewards, dtype=torch.float32), *(torch.tensor(column, dtype=torch.long) for column in ids)
+
+
+def count_role_tokens(trajectories: list[Trajectory]) -> dict[Role, int]:
+    """Tokens written in each role by the trajectories that are trained on, those whose reward is known."""
+    counts = {Role.ACT: 0, Role.REHEARSE: 0}
+    for trajectory in trajectories:
+        if trajectory.reward is not None:
+            for output in trajectory.outputs():
+                counts[output.role] += len(output.ids)
+    return counts
+
+
+def rows_from_trajectories(
+    trajectories: list[Trajectory],
+    advantages: Tensor,
+    *,
+    loss_aggregation: str,
+    role_weights: dict[str, float],
+    role_tokens: dict[Role, int] | None = None,
+) -> list[Row]:
+    """The rows of policy-gradient training: one for each sequence that carries loss.
+
+    advantages: (N,), one entry for each output in the order of `output_table`.
+    loss_aggregation: a key of LOSS_AGGREGATIONS. role_weights: by lower-case role name.
+    role_tokens: `count_role_tokens` summed over ranks; None when these are all the trajectories of the batch.
+    A trajectory with an unknown reward is left out.
+    """
+    if loss_aggregation not in LOSS_AGGREGATIONS:
+        raise ValueError(f"loss_aggregation must be one of {', '.join(LOSS_AGGREGATIONS)}, not {loss_aggregation!r}")
+    num_outputs = sum(len(trajectory.outputs()) for trajectory in trajectories)
+    if advantages.shape != (num_outputs,):
+        raise ValueError(f"advantages must be ({num_outputs},), one an output, not {tuple(advantages.shape)}")
+
+    role_tokens = count_role_tokens(trajectories) if role_tokens is None else role_tokens
+    token_weight = LOSS_AGGREGATIONS[loss_aggregation]
+    remaining = iter(advantages.tolist())
+    rows = []
+    for trajectory in trajectories:
+        for sequence in trajectory.sequences:
+            row = Row(sequence.ids, sequence.role_ids, [], [])
+            for segment in sequence.segments:
+                weight = advantage = 0.0
+                if segment.role is not Role.CONTEXT:
+                    advantage = next(remaining)
+                    if segment.ids and trajectory.reward is not None:
+                        weight = role_weights[segment.role.name.lower()] * token_weight(segment, role_tokens)
+                row.weights += [weight] * len(segment.ids)
+                row.advantages += [advantage] * len(segment.ids)
+            rows.append(row)
+    return [row for row in rows if any(row.weights)]
+
+
+def sft_rows(trajectories: list[Trajectory], roles: list[str]) -> list[Row]:
+    """The rows of supervised training: weight 1 on the tokens of the named roles ("act", "rehearse")."""
+    names = {role.name.lower(): int(role) for role in (Role.ACT, Role.REHEARSE)}
+    for name in roles:
+        if name not in names:
+            raise ValueError(f"roles must be among {', '.join(names)}, not {name!r}")
+    trained = {names[name] for name in roles}
+    rows = []
+    for trajectory in trajectories:
+        for sequence in trajectory.sequences:
+            weights = [float(role in trained) for role in sequence.role_ids]
+            rows.append(Row(sequence.ids, sequence.role_ids, weights, [0.0] * len(sequence)))
+    return [row for row in rows if any(row.weights)]
+
+
+def total_weight(rows: list[Row]) -> float:
+    """The denominator of the loss: the sum of all weights. With several ranks, the sum over ranks."""
+    return sum(sum(row.weights) for row in rows)
+
+
+def rows_to_batch(rows: list[Row], pad_id: int) -> Batch:
+    """Right-padded to the longest row. What is padding follows from lengths: `pad_id` may be a token that occurs."""
+    width = max(len(row) for row in rows)
+
+    def padded(columns: list[list], value: float, dtype: torch.dtype) -> Tensor:
+        return torch.tensor([column + [value] * (width - len(column)) for column in columns], dtype=dtype)
+
+    attention_mask = padded([[1] * len(row) for row in rows], 0, torch.long)
+    return Batch(
+        input_ids=padded([row.ids for row in rows], pad_id, torch.long),
+        attention_mask=attention_mask,
+        position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),
+        role_ids=padded([row.role_ids for row in rows], int(Role.CONTEXT), torch.long),
+        weights=padded([row.weights for row in rows], 0.0, torch.float32),
+        advantages=padded([row.advantages for row in rows], 0.0, torch.float32),
+    )
+
+
+def micro_batches(rows: list[Row], size: int, pad_id: int) -> Iterator[Batch]:
+    """Batches of at most `size` rows. Sorted by length for little padding; longest first, so memory peaks at once."""
+    if size < 1:
+        raise ValueError(f"a micro-batch needs at least 1 row, not {size}")
+    by_length = sorted(rows, key=len, reverse=True)
+    for start in range(0, len(by_length), size):
+        yield rows_to_batch(by_length[start : start + size], pad_id)
