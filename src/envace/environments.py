@@ -1,0 +1,160 @@
+"""Who answers a tool call. This is all that differs between training, ablation, rehearsal and evaluation.
+
+| class       | who answers                                | trained | evidence  |
+| Rehearsed   | the policy itself, in the role REHEARSE    | yes     | rehearsed |
+| Constant    | always the same response (a control)       | no      | simulated |
+| Real        | an executable environment                  | no      | observed  |
+
+An environment object serves one episode. `respond` is a coroutine: it appends the response to the ACT stream and
+returns what it means. In view `shared` REHEARSE writes in the very slot where a real response would stand.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from envace.chat import ChatFormat, parse_observation
+from envace.prompts import rehearse_messages, to_json
+from envace.types import (
+    Evidence,
+    Limits,
+    Observation,
+    Request,
+    Role,
+    Segment,
+    Sequence,
+    Status,
+    Steps,
+    ToolCall,
+    Trajectory,
+    content_hash,
+)
+
+
+class Environment(Protocol):
+    evidence: Evidence
+    # Whether a call that cannot be read is answered with an error, or ends the trajectory.
+    answers_malformed_calls: bool
+
+    def respond(self, trajectory: Trajectory, call: ToolCall, chat: ChatFormat, limits: Limits) -> Steps[Observation]:
+        """Append the response to `call` to the ACT stream; on failure set the trajectory's status and reason."""
+
+
+class Executable(Protocol):
+    """A stateful world that runs calls. Raises ServiceFault when it is broken, never for a bad call."""
+
+    def execute(self, call: ToolCall) -> Any: ...
+
+
+class Rehearsed:
+    """The policy rehearses its own world.
+
+    separate: REHEARSE gets a chat of its own per call; its response is then fed to the ACT stream as context.
+    model: the name that is logged as the author of each rehearsed segment.
+    """
+
+    evidence = Evidence.REHEARSED
+    answers_malformed_calls = False
+
+    def __init__(self, *, separate: bool = False, model: str = ""):
+        self.separate = separate
+        self.model = model
+
+    def respond(self, trajectory: Trajectory, call: ToolCall, chat: ChatFormat, limits: Limits) -> Steps[Observation]:
+        stream = trajectory.sequences[0]
+        if self.separate:
+            messages = rehearse_messages(trajectory.task.tools, trajectory.messages, call)
+            sequence = Sequence([Segment(Role.CONTEXT, chat.prompt(messages), Evidence.GIVEN)])
+            trajectory.sequences.append(sequence)
+        else:
+            sequence = stream
+        text = yield from write_output(trajectory, sequence, Role.REHEARSE, chat, limits, model=self.model)
+        if self.separate:
+            sequence.open = False
+        if text is None:
+            return Observation(text="")
+        observation = parse_observation(text)
+        ended_by = sequence.segments[-1].ids[-1]
+        error = observation.error
+        if not self.separate and ended_by != chat.response_end:
+            error = error or "the response does not end with </tool_response>"
+        if error:
+            fail_output(trajectory, sequence, f"rehearse: {error}")
+        elif self.separate:
+            feed_response(stream, observation.text, self.evidence, chat)
+        return observation
+
+
+class Constant:
+    """Always the same response: the control that shows whether a world needs rehearsal."""
+
+    evidence = Evidence.SIMULATED
+    answers_malformed_calls = False
+
+    def __init__(self, response: Any):
+        self.response = response
+
+    def respond(self, trajectory: Trajectory, call: ToolCall, chat: ChatFormat, limits: Limits) -> Steps[Observation]:
+        text = to_json(self.response)
+        feed_response(trajectory.sequences[0], text, self.evidence, chat)
+        return Observation(text=text, value=self.response)
+        yield  # makes this a coroutine like the others; it never asks for tokens
+
+
+class Real:
+    """An executable environment. Its responses are context: they carry no loss."""
+
+    evidence = Evidence.OBSERVED
+    answers_malformed_calls = True
+
+    def __init__(self, executable: Executable):
+        self.executable = executable
+
+    def respond(self, trajectory: Trajectory, call: ToolCall, chat: ChatFormat, limits: Limits) -> Steps[Observation]:
+        value = self.executable.execute(call)
+        text = to_json(value)
+        feed_response(trajectory.sequences[0], text, self.evidence, chat)
+        return Observation(text=text, value=value)
+        yield  # makes this a coroutine like the others; it never asks for tokens
+
+
+def write_output(
+    trajectory: Trajectory, sequence: Sequence, role: Role, chat: ChatFormat, limits: Limits, *, model: str = ""
+) -> Steps[str | None]:
+    """One output by the policy, appended to `sequence`. Returns its text, or None if a cap ended the trajectory.
+
+    A prompt is never shortened: one that is too long ends the trajectory.
+    """
+    if len(sequence) >= limits.max_context_tokens:
+        trajectory.status, trajectory.reason = Status.TRUNCATED, "context_tokens"
+        return None
+    in_slot = role is Role.REHEARSE and sequence is trajectory.sequences[0]
+    stops = chat.rehearse_stops if in_slot else chat.act_stops
+    provenance = {"model": model, "prompt_hash": content_hash(sequence.ids)} if role is Role.REHEARSE else {}
+    [completion] = yield [Request(sequence, role, stops, limits.max_new_tokens)]
+    sequence.segments.append(
+        Segment(
+            role,
+            completion.ids,
+            Evidence.CLAIMED if role is Role.ACT else Evidence.REHEARSED,
+            logprobs=completion.logprobs,
+            finish_reason=completion.finish_reason,
+            provenance=provenance,
+        )
+    )
+    if completion.finish_reason == "length":
+        trajectory.status, trajectory.reason = Status.TRUNCATED, "new_tokens"
+        return None
+    return chat.text(completion.ids)
+
+
+def fail_output(trajectory: Trajectory, sequence: Sequence, reason: str) -> None:
+    """The last output of `sequence` cannot be read: the trajectory ends with a known low value."""
+    sequence.segments[-1].finish_reason = "parse_error"
+    trajectory.status, trajectory.reason = Status.PARSE_ERROR, reason
+
+
+def feed_response(stream: Sequence, text: str, evidence: Evidence, chat: ChatFormat) -> None:
+    """Append a response as context. What a real environment returned is logged with the hash of its payload."""
+    provenance = {"payload_hash": content_hash(text)} if evidence is Evidence.OBSERVED else {}
+    stream.segments.append(Segment(Role.CONTEXT, chat.response(text), evidence, provenance=provenance))

@@ -1,0 +1,173 @@
+"""Sampling with Hugging Face `generate`, the KV cache kept across calls.
+
+A stream that comes back for another output (the next ACT, a REHEARSE in its slot) continues from its cached keys and
+values; only what was appended since is fed. Streams that started together stay in one batch:
+
+    each appended block is LEFT-padded so that every row ends on a real token, the holes are masked 0, and `generate`
+    gets full ids, full mask and the cache. Rows whose stream has closed are dropped from the batch.
+
+Holes never matter: positions count mask ones, and masked keys are not attended.
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers.generation import GenerationMixin, StoppingCriteriaList
+
+from envace.config import SamplingConfig
+from envace.types import Completion, Request, Sequence
+
+# transformers 5.2x renamed this argument of `forward` and `generate`; both names are accepted.
+CACHE = "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
+
+
+class CachedGenerator:
+    """A `Generate` callable over one model.
+
+    Nothing is taken from the checkpoint's generation_config.json. Sampled ids come from torch's global random state, so
+    seeding it makes a rollout reproducible.
+    """
+
+    def __init__(self, model: Any, pad_id: int, sampling: SamplingConfig):
+        self.model = model
+        self.pad_id = pad_id
+        self.sampling = sampling
+        self.sampled_tokens = 0
+        self._batches: list[_CachedBatch] = []
+
+    def __call__(self, requests: list[Request]) -> list[Completion]:
+        self._batches = [batch for batch in self._batches if any(row.open for row in batch.rows)]
+        known = {row for batch in self._batches for row in batch.rows}
+        if new := [r.sequence for r in requests if r.sequence not in known]:
+            self._batches.append(_CachedBatch(new, self.model))
+        completions: dict[Sequence, Completion] = {}
+        # `generate` would fill every unset option from the checkpoint's settings.
+        checkpoint, self.model.generation_config = self.model.generation_config, GenerationConfig()
+        try:
+            for batch in self._batches:
+                mine = {r.sequence: r for r in requests if r.sequence in batch.rows}
+                if mine:
+                    completions |= batch.generate(mine, self.model, self.pad_id, self.sampling)
+        finally:
+            self.model.generation_config = checkpoint
+        self.sampled_tokens += sum(len(c.ids) for c in completions.values())
+        return [completions[r.sequence] for r in requests]
+
+
+class _CachedBatch:
+    """Streams that share a cache. ids, mask: (rows, T); fed[i]: how many tokens of stream i they hold."""
+
+    def __init__(self, rows: list[Sequence], model: Any):
+        self.rows = rows
+        self.fed = [0] * len(rows)
+        self.ids = torch.zeros((len(rows), 0), dtype=torch.long, device=model.device)
+        self.mask = torch.zeros_like(self.ids)
+        self.cache = DynamicCache(config=model.config)
+
+    def generate(
+        self, requests: dict[Sequence, Request], model: Any, pad_id: int, sampling: SamplingConfig
+    ) -> dict[Sequence, Completion]:
+        self._drop_closed_rows()
+        self._append_block(requests, pad_id)
+        # An idle row (open, but nothing asked of it now) generates one token that is masked out again.
+        budgets = [requests[row].max_new_tokens if row in requests else 1 for row in self.rows]
+        stops = [requests[row].stop_ids if row in requests else frozenset() for row in self.rows]
+        width = self.ids.shape[1]
+        recorder = _LogprobRecorder(sampling.temperature or 1.0)
+        with torch.no_grad():
+            output = model.generate(
+                input_ids=self.ids,
+                attention_mask=self.mask,
+                **{CACHE: self.cache},
+                generation_config=_generation_config(sampling, pad_id, max(budgets)),
+                logits_processor=LogitsProcessorList([recorder]),
+                stopping_criteria=StoppingCriteriaList([_RowStops(stops, budgets, width, pad_id, self.ids.device)]),
+            )
+        logprobs = recorder.finish(output)
+        sampled = output[:, width:]
+        kept = torch.zeros_like(sampled)
+        completions = {}
+        for i, row in enumerate(self.rows):
+            if row not in requests:
+                continue
+            ids = sampled[i, : budgets[i]].tolist()
+            end = next((k + 1 for k, token in enumerate(ids) if token in stops[i]), None)
+            ids = ids[:end]
+            kept[i, : len(ids)] = 1
+            self.fed[i] += len(ids)
+            reason = "length" if end is None else "stop"
+            completions[row] = Completion(ids, logprobs[i, : len(ids)].tolist(), reason)
+        self.ids, self.mask = output, torch.cat([self.mask, kept], 1)
+        return completions
+
+    def _drop_closed_rows(self) -> None:
+        keep = [i for i, row in enumerate(self.rows) if row.open]
+        if len(keep) == len(self.rows):
+            return
+        index = torch.tensor(keep, device=self.ids.device)
+        self.rows, self.fed = [self.rows[i] for i in keep], [self.fed[i] for i in keep]
+        self.ids, self.mask = self.ids[index], self.mask[index]
+        self.cache.batch_select_indices(index)
+
+    def _append_block(self, requests: dict[Sequence, Request], pad_id: int) -> None:
+        blocks = [row.ids[self.fed[i] :] if row in requests else [] for i, row in enumerate(self.rows)]
+        if any(not block for row, block in zip(self.rows, blocks, strict=True) if row in requests):
+            raise ValueError("an output was requested for a stream to which nothing was appended since the last one")
+        longest = max(map(len, blocks))
+        padded = [[pad_id] * (longest - len(b)) + b for b in blocks]
+        masks = [[0] * (longest - len(b)) + [1] * len(b) for b in blocks]
+        self.ids = torch.cat([self.ids, torch.tensor(padded, device=self.ids.device)], 1)
+        self.mask = torch.cat([self.mask, torch.tensor(masks, device=self.ids.device)], 1)
+        self.fed = [n + len(block) for n, block in zip(self.fed, blocks, strict=True)]
+
+
+class _RowStops(StoppingCriteria):
+    """Each row has its own stop tokens and its own budget of new tokens."""
+
+    def __init__(self, stops: list[frozenset[int]], budgets: list[int], width: int, pad_id: int, device: Any):
+        # `generate` pads finished rows only if some criterion carries this attribute.
+        self.eos_token_id = pad_id
+        longest = max([1, *map(len, stops)])
+        table = [[*s, *[-1] * (longest - len(s))] for s in stops]
+        self.table = torch.tensor(table, device=device)
+        self.budgets = torch.tensor(budgets, device=device)
+        self.width = width
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        stopped = (input_ids[:, -1:] == self.table).any(1)
+        return stopped | (self.budgets <= input_ids.shape[1] - self.width)
+
+
+class _LogprobRecorder(LogitsProcessor):
+    """Log-probabilities of the sampled tokens under softmax(logits / temperature), one step's logits at a time.
+
+    It stands before the temperature and top_p warpers, so it sees raw logits.
+    """
+
+    def __init__(self, temperature: float):
+        self.temperature = temperature
+        self.logprobs: list[Tensor] = []
+        self._last: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self._last is not None:
+            self.logprobs.append(self._last.gather(1, input_ids[:, -1:]))
+        self._last = (scores / self.temperature).log_softmax(-1)
+        return scores
+
+    def finish(self, output: Tensor) -> Tensor:
+        """(rows, new tokens)"""
+        return torch.cat([*self.logprobs, self._last.gather(1, output[:, -1:])], 1)
+
+
+def _generation_config(sampling: SamplingConfig, pad_id: int, max_new_tokens: int) -> GenerationConfig:
+    # top_k must be 0 to be off: unset, transformers falls back to 50.
+    config = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad_id, use_cache=True)
+    if sampling.temperature > 0:
+        config.update(do_sample=True, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
+    return config

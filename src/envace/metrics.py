@@ -1,0 +1,146 @@
+"""What happened in a rollout, how true rehearsal was, and how sure an average is. Pure.
+
+A mean over nothing is NaN, never 0: a metric that could not be measured stays visible. Counts are returned where
+batches or ranks have to be pooled, shares where a person reads them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from statistics import fmean
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from envace.types import Role, Status, Task, ToolCall, Trajectory, canonical_json
+
+ROLES = {"act": Role.ACT, "rehearse": Role.REHEARSE}
+
+
+class Executable(Protocol):
+    """A real world that runs calls and remembers what they changed."""
+
+    def execute(self, call: ToolCall) -> Any: ...
+
+
+def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Averages over trajectories. Rewards that are None (unknown) are left out, and their share is reported.
+
+    reward/mean, reward/success (share of rewards that are 1), reward_parts/<part>: over known rewards.
+    reward/zero_variance_share: groups whose known rewards are all equal, among groups with at least two of them.
+    status/<status>: shares of trajectories.
+    rollout/<role>_outputs: outputs of a role in a trajectory. rollout/<role>_tokens: tokens in such an output.
+    rollout/tokens: tokens the policy wrote in a trajectory. rollout/sequence_length: tokens in a sequence, all roles.
+    rollout/rounds: ACT outputs with calls. rollout/no_call_share: trajectories that finished without any call.
+    """
+    known = [t for t in trajectories if t.reward is not None]
+    groups = defaultdict(list)
+    for t in known:
+        groups[t.group_id].append(t.reward)
+    comparable = [rewards for rewards in groups.values() if len(rewards) >= 2]
+    metrics = {
+        "reward/mean": _mean(t.reward for t in known),
+        "reward/success": _mean(t.reward == 1 for t in known),
+        "reward/unknown_share": _mean(t.reward is None for t in trajectories),
+        "reward/zero_variance_share": _mean(min(rewards) == max(rewards) for rewards in comparable),
+    }
+    for part in dict.fromkeys(part for t in known for part in t.reward_parts):
+        metrics[f"reward_parts/{part}"] = _mean(t.reward_parts[part] for t in known if part in t.reward_parts)
+    for status in Status:
+        metrics[f"status/{status}"] = _mean(t.status is status for t in trajectories)
+    outputs = [t.outputs() for t in trajectories]
+    for name, role in ROLES.items():
+        by_role = [[len(o.ids) for o in written if o.role is role] for written in outputs]
+        metrics[f"rollout/{name}_outputs"] = _mean(len(lengths) for lengths in by_role)
+        metrics[f"rollout/{name}_tokens"] = _mean(length for lengths in by_role for length in lengths)
+    return metrics | {
+        "rollout/tokens": _mean(sum(len(o.ids) for o in written) for written in outputs),
+        "rollout/rounds": _mean(t.rounds for t in trajectories),
+        "rollout/no_call_share": _mean(t.status is Status.FINISHED and not t.exchanges for t in trajectories),
+        "rollout/sequence_length": _mean(len(sequence) for t in trajectories for sequence in t.sequences),
+    }
+
+
+def advantage_metrics(advantages: Tensor, role_ids: Tensor) -> dict[str, float]:
+    """(N,), (N,), one entry an output -> advantage/<role>_{count, mean, std, abs_max}. std divides by the count."""
+    if advantages.dim() != 1 or advantages.shape != role_ids.shape:
+        raise ValueError(f"both must be (N,): advantages {tuple(advantages.shape)}, role_ids {tuple(role_ids.shape)}")
+    metrics = {}
+    for name, role in ROLES.items():
+        values = advantages[role_ids == int(role)].double()
+        metrics |= {
+            f"advantage/{name}_count": float(len(values)),
+            f"advantage/{name}_mean": float(values.mean()),
+            f"advantage/{name}_std": float(values.std(correction=0)) if len(values) else float("nan"),
+            f"advantage/{name}_abs_max": float(values.abs().max()) if len(values) else float("nan"),
+        }
+    return metrics
+
+
+def field_agreement(rehearsed: Any, real: Any) -> tuple[int, int]:
+    """(equal, total) over the top-level fields that either response has. A nested value is compared as a whole.
+
+    A response that is no JSON object is one unnamed field, so it shares none with an object.
+    """
+    a, b = (value if isinstance(value, dict) else {None: value} for value in (rehearsed, real))
+    equal = sum(canonical_json(a[name]) == canonical_json(b[name]) for name in a.keys() & b.keys())
+    return equal, len(a.keys() | b.keys())
+
+
+def rehearsal_fidelity(
+    trajectories: list[Trajectory], execute_for: Callable[[Task], Executable]
+) -> dict[int, tuple[int, int]]:
+    """{interaction round: (equal, total) fields}: the responses the agent saw against those of a real environment.
+
+    execute_for: gives a fresh world for a task. The calls of one trajectory run in it in their order, so a later
+    response is compared with what the real world says after the earlier calls. Rounds without a call are left out.
+    Raises what the environment raises.
+    """
+    counts: dict[int, tuple[int, int]] = {}
+    for trajectory in trajectories:
+        world = execute_for(trajectory.task)
+        for exchange in trajectory.exchanges:
+            equal, total = field_agreement(exchange.response, world.execute(exchange.call))
+            before = counts.get(exchange.round, (0, 0))
+            counts[exchange.round] = (before[0] + equal, before[1] + total)
+    return dict(sorted(counts.items()))
+
+
+def fidelity_shares(counts: Mapping[int, tuple[int, int]]) -> dict[int, float]:
+    """{round: share of equal fields}; NaN where no response had a field."""
+    return {number: equal / total if total else float("nan") for number, (equal, total) in counts.items()}
+
+
+def bootstrap_ci(
+    values: list[float],
+    baseline: list[float] | None = None,
+    *,
+    samples: int = 2000,
+    seed: int = 0,
+    level: float = 0.95,
+) -> tuple[float, float]:
+    """(low, high): percentile bootstrap interval of the mean over tasks; the same seed gives the same interval.
+
+    values: one number a task. Runs of one task belong into one average first: they are not independent.
+    baseline: the same tasks in the same order; the interval is then that of the mean of values - baseline.
+    NaN in, NaN out.
+    """
+    if baseline is not None and len(baseline) != len(values):
+        raise ValueError(f"paired values need the same tasks: {len(values)} and {len(baseline)}")
+    if not values:
+        raise ValueError("no tasks to resample")
+    per_task = torch.tensor(values, dtype=torch.float64)
+    if baseline is not None:
+        per_task = per_task - torch.tensor(baseline, dtype=torch.float64)
+    n, draw = len(per_task), torch.Generator().manual_seed(seed)
+    means = torch.stack([per_task[torch.randint(n, (n,), generator=draw)].mean() for _ in range(samples)])
+    tail = (1 - level) / 2
+    low, high = means.quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+    return low, high
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return fmean(values) if values else float("nan")

@@ -1,0 +1,140 @@
+"""Pure: a trajectory and its goal -> reward. The same scorer judges rehearsed and real trajectories.
+
+A goal never names the state of a world. Where the right action depends on a value, the goal points at the response in
+which the agent saw it (`Seen`): rehearsed or real, the agent has to act on what it was told. Rules:
+
+- reads      every required read is called, and before the first write of its turn or a later one;
+- writes     the distinct calls to anything but a read tool equal the writes of the branch that applies. An identical
+             retry counts once; what a response said about a write does not matter, so REHEARSE cannot launder one;
+- answers    each turn's answer states what the branch demands, as it was seen, and no alternative to it;
+- a trajectory that did not finish has reward 0; one with a service fault has reward None (unknown).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from envace.types import Exchange, Status, ToolCall, Trajectory, canonical_json
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A value known only from a response: `field` in the first response to `call` that has it."""
+
+    call: ToolCall  # its arguments may hold Seen values too
+    field: str
+
+
+@dataclass(frozen=True)
+class Says:
+    """The answer must contain `value` as a word, and of the words in `among` only those that its branch demands."""
+
+    value: str | Seen
+    among: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Branch:
+    """What is right when every condition (seen value, allowed values) holds. No conditions: always."""
+
+    when: tuple[tuple[Seen, tuple[Any, ...]], ...] = ()
+    writes: tuple[ToolCall, ...] = ()
+    says: tuple[Says, ...] = ()
+
+
+@dataclass(frozen=True)
+class TurnGoal:
+    """What is right in one user turn: the first branch that applies. None applies: the turn cannot be solved."""
+
+    branches: tuple[Branch, ...]
+    reads: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True)
+class Goal:
+    turns: tuple[TurnGoal, ...]
+    read_tools: frozenset[str] = field(default_factory=frozenset)
+
+
+class Unseen(LookupError):
+    """A value that the goal needs was in no response."""
+
+
+def score(trajectory: Trajectory) -> tuple[float | None, dict[str, float]]:
+    """(reward, parts). reward is 1.0 if all parts are 1, else 0.0; None if a service fault left it unknown."""
+    if trajectory.status is Status.FAULT:
+        return None, {}
+    parts = {"finished": 0.0, "reads": 0.0, "writes": 0.0, "answers": 0.0}
+    goal: Goal = trajectory.task.goal
+    if trajectory.status is not Status.FINISHED or len(trajectory.answers) != len(goal.turns):
+        return 0.0, parts
+    exchanges = trajectory.exchanges
+    reads, writes, answers = True, [], True
+    try:
+        for turn, turn_goal in enumerate(goal.turns):
+            branch = applicable_branch(turn_goal, exchanges)
+            writes += [resolve_call(call, exchanges) for call in branch.writes]
+            reads &= _reads_done(turn_goal, turn, goal, exchanges)
+            answers &= _is_answered(branch, trajectory.answers[turn], exchanges)
+    except Unseen:
+        return 0.0, parts | {"finished": 1.0}
+    made = {e.call.key() for e in exchanges if e.call.name not in goal.read_tools}
+    parts = {
+        "finished": 1.0,
+        "reads": float(reads),
+        "writes": float(made == {call.key() for call in writes}),
+        "answers": float(answers),
+    }
+    return float(all(parts.values())), parts
+
+
+def applicable_branch(turn_goal: TurnGoal, exchanges: list[Exchange]) -> Branch:
+    """The first branch whose conditions hold for what was seen. Raises Unseen if none does."""
+    for branch in turn_goal.branches:
+        try:
+            if all(resolve(seen, exchanges) in allowed for seen, allowed in branch.when):
+                return branch
+        except Unseen:
+            continue
+    raise Unseen
+
+
+def _reads_done(turn_goal: TurnGoal, turn: int, goal: Goal, exchanges: list[Exchange]) -> bool:
+    first_write = next(
+        (i for i, e in enumerate(exchanges) if e.turn >= turn and e.call.name not in goal.read_tools), len(exchanges)
+    )
+    before = {e.call.key() for e in exchanges[:first_write]}
+    return all(resolve_call(read, exchanges).key() in before for read in turn_goal.reads)
+
+
+def _is_answered(branch: Branch, answer: str, exchanges: list[Exchange]) -> bool:
+    wanted = {_as_text(resolve(says.value, exchanges)) for says in branch.says}
+    unwanted = {word for says in branch.says for word in says.among} - wanted
+    return all(_contains(answer, word) for word in wanted) and not any(_contains(answer, word) for word in unwanted)
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else canonical_json(value)
+
+
+def _contains(answer: str, word: str) -> bool:
+    """Whether `word` stands in `answer` on its own. A seen value without a word in it, such as "", never does."""
+    return bool(re.search(r"\w", word) and re.search(rf"(?<!\w){re.escape(word)}(?!\w)", answer))
+
+
+def resolve(value: Any, exchanges: list[Exchange]) -> Any:
+    """`value`, or if it is a Seen the value it points at. Raises Unseen if no response held it."""
+    if not isinstance(value, Seen):
+        return value
+    wanted = resolve_call(value.call, exchanges).key()
+    for exchange in exchanges:
+        if exchange.call.key() == wanted and isinstance(exchange.response, dict) and value.field in exchange.response:
+            return exchange.response[value.field]
+    raise Unseen(value.field)
+
+
+def resolve_call(call: ToolCall, exchanges: list[Exchange]) -> ToolCall:
+    """`call` with every Seen argument resolved."""
+    return ToolCall(call.name, {k: resolve(v, exchanges) for k, v in call.arguments.items()})
