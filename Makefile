@@ -6,6 +6,8 @@ CONFIG ?= configs/demo.yaml
 ARGS ?=
 
 VENV := .venv/bin/python
+# Idle threads sleep. Spinning, the default, makes a tiny model several times slower wherever the cores are shared.
+export OMP_WAIT_POLICY := PASSIVE
 # The name of the stamp holds the hash, so that an old set-up is simply a file that does not exist.
 STAMP := .venv/installed-$(shell cat requirements.txt pyproject.toml | sha256sum | cut -c1-16)
 

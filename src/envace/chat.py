@@ -18,7 +18,7 @@ import json
 import re
 from typing import Any
 
-from envace.types import Action, Observation, ToolCall
+from envace.types import Action, Observation, ToolCall, UserError
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 RESPONSE_OPEN, RESPONSE_CLOSE = "<tool_response>", "</tool_response>"
@@ -29,7 +29,7 @@ TURN_TOKENS = ["<|im_start|>", "<|im_end|>"]
 TOOL_TOKENS = [CALL_OPEN, CALL_CLOSE, RESPONSE_OPEN, RESPONSE_CLOSE]
 
 
-class TokenizerError(ValueError):
+class TokenizerError(UserError):
     """The tokenizer cannot express the chat format; the message says what is missing and what to do."""
 
 
@@ -60,6 +60,9 @@ class ChatFormat:
         self.act_stops = frozenset(ends | {self.turn_end})
         self.rehearse_stops = self.act_stops | {self.response_end}
         self._act_header = self._generation_prompt()
+        # Some templates open the think block themselves; the output then starts inside it.
+        tail = self._act_header.rpartition(THINK_OPEN)
+        self._opened = "" if not tail[1] or THINK_CLOSE in tail[2] else tail[1] + tail[2]
         # Behind the first character of every spelled-out added token: a text cut there holds none. (Qwen3's tool tokens
         # are added but not "special", so `split_special_tokens` would let them through.)
         cuts = [f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in tokenizer.get_added_vocab() if len(t) > 1]
@@ -90,12 +93,16 @@ class ChatFormat:
 
     def output(self, text: str) -> list[int]:
         """A whole assistant output given as text (demonstrations); sampled outputs never pass through here."""
-        return [*self.encode(text), self.turn_end]
+        return [*self.encode(text.removeprefix(self._opened)), self.turn_end]
 
     def text(self, ids: list[int]) -> str:
         """The text of an output without the token that ended it."""
         body = ids[:-1] if ids and ids[-1] in self.rehearse_stops else ids
         return self.tokenizer.decode(body, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def turn_text(self, ids: list[int]) -> str:
+        """The text of an assistant output, with the think tag if it was the header that opened the block."""
+        return self._opened + self.text(ids)
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False).input_ids

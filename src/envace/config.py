@@ -34,6 +34,7 @@ class ModelConfig:
     path: str = "???"  # Hugging Face folder or hub name of a causal LM and its tokenizer
     dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the weights in memory
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # passed to transformers
+    embedded: bool = False  # if nothing is at `path`, train_sft.py first builds the tiny embedded model there
     add_missing_tokens: bool = False  # add <tool_call>, <tool_response>, ... to a tokenizer that lacks them
     trust_remote_code: bool = False  # run code that ships with the checkpoint
 
@@ -60,7 +61,7 @@ class RolloutConfig:
     environment: Literal["rehearsed", "real", "constant"] = "rehearsed"  # who answers the calls in training
     max_rounds: int = 30  # ACT outputs that call tools, per trajectory
     max_parallel_calls: int = 20  # calls in one ACT output
-    max_context_tokens: int = 12000  # longest prompt an output may start from
+    max_context_tokens: int = 12000  # a prompt of this length or more ends the trajectory; it is never shortened
     max_new_tokens: int = 8000  # longest output
     batch_size: int = 128  # episodes generated together
     thinking: bool = True  # False puts an empty think block before each ACT output, as Qwen3 does
@@ -75,8 +76,10 @@ class SFTConfig:
     lr: float = 1e-5  # peak learning rate
     warmup: float = 0.1  # share of the steps with a linearly rising learning rate
     schedule: Literal["cosine", "constant"] = "cosine"  # after the warm-up
+    adam_beta2: float = 0.999  # AdamW's second decay rate; lower for runs of a few hundred steps
     weight_decay: float = 0.01  # AdamW
     grad_clip: float = 1.0  # largest gradient norm
+    max_nonfinite_steps: int = 5  # stop after this many skipped steps in a row
 
 
 @dataclass
@@ -89,6 +92,7 @@ class RLConfig:
     lr: float = 1e-6  # peak learning rate
     warmup: float = 0.0  # share of the steps with a linearly rising learning rate
     schedule: Literal["cosine", "constant"] = "constant"  # after the warm-up
+    adam_beta2: float = 0.999  # AdamW's second decay rate; lower for runs of a few dozen steps
     weight_decay: float = 0.01  # AdamW
     grad_clip: float = 1.0  # largest gradient norm
     clip_eps_low: float = 0.2  # ratio is clipped to [1 - low, 1 + high]
@@ -96,6 +100,7 @@ class RLConfig:
     kl_coef: float = 1e-4  # weight of KL(policy || reference); 0 loads no reference
     kl_estimator: Literal["k2", "k3", "k3_ratio"] = "k3"  # see envace.losses
     normalize_std: bool = True  # divide advantages by the group's unbiased standard deviation
+    baseline: Literal["rolewise", "shared"] = "rolewise"  # whose mean: outputs of one prompt and role, or of one prompt
     baseline_over: Literal["outputs", "trajectories"] = "outputs"  # what the group mean is taken over
     loss_aggregation: Literal["token_mean", "output_mean", "role_mean"] = "token_mean"  # see envace.batching
     role_weights: dict[str, float] = field(default_factory=lambda: {"act": 1.0, "rehearse": 1.0})  # loss weight by role
@@ -141,6 +146,8 @@ RULES: list[Rule] = [  # key, what its value must satisfy, what to change
     ("sft.weight_decay", lambda decay: decay >= 0, "must be >= 0"),
     ("sft.grad_clip", lambda norm: norm > 0, "must be > 0"),
     ("rl.group_size", lambda size: size >= 2, "must be >= 2: the baseline compares the rollouts of one task"),
+    ("sft.adam_beta2", lambda beta: 0 < beta < 1, "must be > 0 and < 1"),
+    ("rl.adam_beta2", lambda beta: 0 < beta < 1, "must be > 0 and < 1"),
     ("rl.lr", lambda lr: lr >= 0, "must be >= 0"),
     ("rl.warmup", lambda share: 0 <= share <= 1, "is a share of the steps: must be within 0 and 1"),
     ("rl.weight_decay", lambda decay: decay >= 0, "must be >= 0"),
@@ -151,6 +158,19 @@ RULES: list[Rule] = [  # key, what its value must satisfy, what to change
     ("rl.role_weights", lambda weights: all(role in ROLES for role in weights), "may name only act and rehearse"),
     ("rl.role_weights", lambda weights: all(0 <= w < math.inf for w in weights.values()), "must be finite and >= 0"),
     ("rl.role_weights", lambda weights: any(weights.values()), "would train nothing: set act or rehearse > 0"),
+]
+COMBINATIONS: list[tuple[str, Callable[[Config], bool], str]] = [  # a key, what must hold of the whole, what to change
+    (
+        "rollout.environment",
+        lambda c: c.rollout.environment == "rehearsed" or c.rl.role_weights["act"] > 0,
+        "only ACT speaks there, so nothing would be trained: set rl.role_weights.act > 0",
+    ),
+    ("eval.tasks", lambda c: c.eval.tasks <= c.data.eval_tasks, "there are only data.eval_tasks held-out tasks"),
+    (
+        "rl.prompts_per_step",
+        lambda c: c.rl.prompts_per_step <= c.data.train_tasks,
+        "one step would draw a task twice: raise data.train_tasks",
+    ),
 ]
 
 
@@ -179,6 +199,9 @@ def validate(config: Config, origins: dict[str, str] | None = None) -> None:
         value = attrgetter(key)(config)
         if not holds(value):
             raise ConfigError(f"{key}={value} ({(origins or {}).get(key, 'default')}): {advice}")
+    for key, holds, advice in COMBINATIONS:
+        if not holds(config):
+            raise ConfigError(f"{key}={attrgetter(key)(config)} ({(origins or {}).get(key, 'default')}): {advice}")
 
 
 def save_config(config: Config, path: str | Path) -> None:
@@ -199,7 +222,7 @@ def versions() -> dict[str, str]:
 
 
 def cli(description: str) -> Config:
-    """The config an entry point was called with. Call it before torch is imported: a mistake then shows at once."""
+    """The config an entry point was called with. A mistake ends the program here, before any model is loaded."""
     keys = [
         f"  {key}={'(must be set)' if default == MISSING else default}\n      {doc} ({_expected(kind)})"
         for key, (kind, default, doc) in schema().items()

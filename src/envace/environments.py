@@ -17,6 +17,7 @@ from envace.chat import ChatFormat, parse_observation
 from envace.prompts import rehearse_messages, to_json
 from envace.types import (
     Evidence,
+    Executable,
     Limits,
     Observation,
     Request,
@@ -38,12 +39,6 @@ class Environment(Protocol):
 
     def respond(self, trajectory: Trajectory, call: ToolCall, chat: ChatFormat, limits: Limits) -> Steps[Observation]:
         """Append the response to `call` to the ACT stream; on failure set the trajectory's status and reason."""
-
-
-class Executable(Protocol):
-    """A stateful world that runs calls. Raises ServiceFault when it is broken, never for a bad call."""
-
-    def execute(self, call: ToolCall) -> Any: ...
 
 
 class Rehearsed:
@@ -81,7 +76,8 @@ class Rehearsed:
         if error:
             fail_output(trajectory, sequence, f"rehearse: {error}")
         elif self.separate:
-            feed_response(stream, observation.text, self.evidence, chat)
+            written = sequence.segments[-1].provenance
+            feed_response(stream, observation.text, self.evidence, chat, provenance=written)
         return observation
 
 
@@ -145,7 +141,7 @@ def write_output(
     if completion.finish_reason == "length":
         trajectory.status, trajectory.reason = Status.TRUNCATED, "new_tokens"
         return None
-    return chat.text(completion.ids)
+    return chat.text(completion.ids) if in_slot else chat.turn_text(completion.ids)
 
 
 def fail_output(trajectory: Trajectory, sequence: Sequence, reason: str) -> None:
@@ -154,7 +150,10 @@ def fail_output(trajectory: Trajectory, sequence: Sequence, reason: str) -> None
     trajectory.status, trajectory.reason = Status.PARSE_ERROR, reason
 
 
-def feed_response(stream: Sequence, text: str, evidence: Evidence, chat: ChatFormat) -> None:
+def feed_response(
+    stream: Sequence, text: str, evidence: Evidence, chat: ChatFormat, *, provenance: dict[str, str] | None = None
+) -> None:
     """Append a response as context. What a real environment returned is logged with the hash of its payload."""
-    provenance = {"payload_hash": content_hash(text)} if evidence is Evidence.OBSERVED else {}
+    if provenance is None:
+        provenance = {"payload_hash": content_hash(text)} if evidence is Evidence.OBSERVED else {}
     stream.segments.append(Segment(Role.CONTEXT, chat.response(text), evidence, provenance=provenance))

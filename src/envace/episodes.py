@@ -19,6 +19,7 @@ from envace.types import (
     Generate,
     Limits,
     Request,
+    Result,
     Role,
     Segment,
     Sequence,
@@ -91,17 +92,20 @@ def _respond(
     if action.error:
         stream.segments.append(Segment(Role.CONTEXT, chat.response_open(0), Evidence.GIVEN))
         text = to_json(malformed_call_error(action.error))
-        feed_response(stream, text, environment.evidence, chat)
+        feed_response(stream, text, Evidence.GIVEN, chat)  # our words, not those of the environment
         results.append({"role": "tool", "content": text})
     for index, call in enumerate(action.calls):
         stream.segments.append(Segment(Role.CONTEXT, chat.response_open(index), Evidence.GIVEN))
         observation = yield from environment.respond(trajectory, call, chat, limits)
-        if trajectory.status is not Status.FINISHED:
+        if trajectory.status is Status.TRUNCATED:
             return
-        results.append({"role": "tool", "content": observation.text})
+        # A response that cannot be read is an exchange too, with value None.
         trajectory.exchanges.append(
             Exchange(call, observation.value, turn, trajectory.rounds - 1, environment.evidence)
         )
+        if trajectory.status is not Status.FINISHED:
+            return
+        results.append({"role": "tool", "content": observation.text})
     trajectory.messages += results
     stream.segments.append(Segment(Role.CONTEXT, chat.response_close(), Evidence.GIVEN))
 
@@ -135,7 +139,7 @@ def gather(episodes: Iterable[Steps[Trajectory]]) -> Steps[list[Trajectory]]:
     return results
 
 
-def drive(steps: Steps, generate: Generate):
+def drive(steps: Steps[Result], generate: Generate) -> Result:
     """Run a coroutine to its end with `generate` answering its requests."""
     completions = None
     while True:

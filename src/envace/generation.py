@@ -74,7 +74,11 @@ class _CachedBatch:
     ) -> dict[Sequence, Completion]:
         self._drop_closed_rows()
         self._append_block(requests, pad_id)
-        # An idle row (open, but nothing asked of it now) generates one token that is masked out again.
+        # An idle row (open, but nothing asked of it now) generates one token behind a pad token; both are masked out
+        # afterwards. Attending to that pad token keeps `generate` from warning of right-padding.
+        idle = torch.tensor([row not in requests for row in self.rows], device=self.mask.device)
+        attended = self.mask.clone()
+        attended[idle, -1] = 1
         budgets = [requests[row].max_new_tokens if row in requests else 1 for row in self.rows]
         stops = [requests[row].stop_ids if row in requests else frozenset() for row in self.rows]
         width = self.ids.shape[1]
@@ -82,7 +86,7 @@ class _CachedBatch:
         with torch.no_grad():
             output = model.generate(
                 input_ids=self.ids,
-                attention_mask=self.mask,
+                attention_mask=attended,
                 **{CACHE: self.cache},
                 generation_config=_generation_config(sampling, pad_id, max(budgets)),
                 logits_processor=LogitsProcessorList([recorder]),

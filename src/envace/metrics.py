@@ -9,20 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from envace.types import Role, Status, Task, ToolCall, Trajectory, canonical_json
+from envace.types import Executable, Role, Status, Task, Trajectory, canonical_json
 
 ROLES = {"act": Role.ACT, "rehearse": Role.REHEARSE}
-
-
-class Executable(Protocol):
-    """A real world that runs calls and remembers what they changed."""
-
-    def execute(self, call: ToolCall) -> Any: ...
 
 
 def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:

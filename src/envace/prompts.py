@@ -21,7 +21,7 @@ def rehearse_messages(
     """The chat in which REHEARSE answers `call` in view `separate`.
 
     Departs from the released prompt: no recorded calls of the reference dialogue are shown, so nothing from the future
-    can leak, and the history keeps every message.
+    can leak. The history is every message but the system prompt, which speaks to ACT.
     """
     lines = [f"{m['role']}: {m['content']}" for m in history if m["role"] != "system"]
     return [

@@ -29,10 +29,14 @@ class Seen:
 
 @dataclass(frozen=True)
 class Says:
-    """The answer must contain `value` as a word, and of the words in `among` only those that its branch demands."""
+    """The answer must contain `value` as a word, and of the words in `among` only those that its branch demands.
+
+    about: an id; then only the sentences that name it count, so facts about two things cannot be swapped.
+    """
 
     value: str | Seen
     among: tuple[str, ...] = ()
+    about: str | Seen | None = None
 
 
 @dataclass(frozen=True)
@@ -70,17 +74,18 @@ def score(trajectory: Trajectory) -> tuple[float | None, dict[str, float]]:
     goal: Goal = trajectory.task.goal
     if trajectory.status is not Status.FINISHED or len(trajectory.answers) != len(goal.turns):
         return 0.0, parts
-    exchanges = trajectory.exchanges
     reads, writes, answers = True, [], True
     try:
         for turn, turn_goal in enumerate(goal.turns):
-            branch = applicable_branch(turn_goal, exchanges)
-            writes += [resolve_call(call, exchanges) for call in branch.writes]
-            reads &= _reads_done(turn_goal, turn, goal, exchanges)
-            answers &= _is_answered(branch, trajectory.answers[turn], exchanges)
+            # A turn is judged by what the agent knew in it: nothing read later makes an earlier guess right.
+            seen = [e for e in trajectory.exchanges if e.turn <= turn]
+            branch = applicable_branch(turn_goal, seen)
+            writes += [resolve_call(call, seen) for call in branch.writes]
+            reads &= _reads_done(turn_goal, turn, goal, seen)
+            answers &= _is_answered(branch, trajectory.answers[turn], seen)
     except Unseen:
         return 0.0, parts | {"finished": 1.0}
-    made = {e.call.key() for e in exchanges if e.call.name not in goal.read_tools}
+    made = {e.call.key() for e in trajectory.exchanges if e.call.name not in goal.read_tools}
     parts = {
         "finished": 1.0,
         "reads": float(reads),
@@ -110,9 +115,24 @@ def _reads_done(turn_goal: TurnGoal, turn: int, goal: Goal, exchanges: list[Exch
 
 
 def _is_answered(branch: Branch, answer: str, exchanges: list[Exchange]) -> bool:
-    wanted = {_as_text(resolve(says.value, exchanges)) for says in branch.says}
-    unwanted = {word for says in branch.says for word in says.among} - wanted
-    return all(_contains(answer, word) for word in wanted) and not any(_contains(answer, word) for word in unwanted)
+    by_subject: dict[str | None, list[Says]] = {}
+    for says in branch.says:
+        subject = None if says.about is None else _as_text(resolve(says.about, exchanges))
+        by_subject.setdefault(subject, []).append(says)
+    return all(_is_said(group, _sentences(answer, subject), exchanges) for subject, group in by_subject.items())
+
+
+def _is_said(group: list[Says], text: str, exchanges: list[Exchange]) -> bool:
+    wanted = {_as_text(resolve(says.value, exchanges)) for says in group}
+    unwanted = {word for says in group for word in says.among} - wanted
+    return all(_contains(text, word) for word in wanted) and not any(_contains(text, word) for word in unwanted)
+
+
+def _sentences(answer: str, subject: str | None) -> str:
+    """The sentences of `answer` that name `subject`; without one, the whole answer."""
+    if subject is None:
+        return answer
+    return " ".join(s for s in re.split(r"(?<=[.!?])\s+", answer) if _contains(s, subject))
 
 
 def _as_text(value: Any) -> str:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -132,7 +132,10 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One call and the response the agent saw for it. `turn` counts user turns, `round` ACT outputs, from 0."""
+    """One call and the response the agent saw for it; None if that could not be read.
+
+    turn: of the user. round: ACT outputs that asked for calls. Both count from 0.
+    """
 
     call: ToolCall
     response: Any
@@ -200,6 +203,16 @@ Result = TypeVar("Result")
 # A coroutine that asks for completions; whoever drives it decides how they are batched.
 Steps = Generator[list[Request], list[Completion], Result]
 Generate = Callable[[list[Request]], list[Completion]]
+
+
+class UserError(RuntimeError):
+    """Something the user can put right. The message is one line: what, where, what to do."""
+
+
+class Executable(Protocol):
+    """A stateful world that runs calls. Raises ServiceFault when it is broken, never for a bad call."""
+
+    def execute(self, call: ToolCall) -> Any: ...
 
 
 class ServiceFault(RuntimeError):

@@ -1,0 +1,242 @@
+"""Everything a run leaves behind: settings, metrics, trajectories and what the console shows.
+
+    run_dir/<name>.config.yaml      every setting, resolved
+    run_dir/<name>.versions.json    versions of Python and the libraries
+    run_dir/metrics.jsonl           {"stage", "step", "time", <metric>: number, ...}, one line a step
+    run_dir/trajectories.jsonl      one trajectory a line; see `trajectory_record`
+    run_dir/tensorboard/<name>      the same metrics for TensorBoard
+
+A stage that runs again in the same folder replaces its own earlier lines, and says so. JSON has no NaN: such numbers
+are written as the strings "NaN", "Infinity" and "-Infinity", which `float` reads back.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from envace.config import Config, cli, save_config, versions
+from envace.types import Trajectory, UserError
+
+CONSOLE_WIDTH = 100
+logger = logging.getLogger("envace")
+
+
+class TrackingError(UserError):
+    """A file of the run cannot be written; the message names it and says why."""
+
+
+def setup_logging() -> None:
+    """Send the log lines of this package to stdout, as they are. For entry points; calling it again changes nothing."""
+    handler = _AboveBars()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def run(main: Callable[[Config], object], description: str) -> None:
+    """What an entry point does with its command line: a mistake or a failure is one line on stderr, no traceback.
+
+    Exit code 2 for a mistake in the settings, before any model is loaded; 1 for anything else the user can put right.
+    """
+    setup_logging()
+    config = cli(description)
+    try:
+        main(config)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+class Tracker:
+    """Writes one stage of a run. A context manager: leaving it closes the files.
+
+    name: of the stage, such as "sft" or "rl"; it marks each line and names the files.
+    total_steps: how many steps the stage has, for the console.
+    headline: the metrics the console shows, where a step has them. None of them: no line.
+    decode: token ids -> text, special tokens kept. None: trajectories are written without text.
+    enabled: False turns every method into one that does nothing (all ranks but the first).
+    Every method raises TrackingError when a file cannot be written.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        config: Config,
+        *,
+        name: str,
+        total_steps: int,
+        headline: tuple[str, ...] = (),
+        decode: Callable[[list[int]], str] | None = None,
+        enabled: bool = True,
+    ):
+        self.run_dir = Path(run_dir)
+        self.name = name
+        self.total_steps = total_steps
+        self.headline = headline
+        self.decode = decode
+        self.enabled = enabled
+        if not enabled:
+            return
+        with _writing(self.run_dir):
+            self._remove_earlier_run()
+            save_config(config, self.run_dir / f"{name}.config.yaml")
+            (self.run_dir / f"{name}.versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
+            self._board = SummaryWriter(str(self.run_dir / "tensorboard" / name))
+
+    def log(self, step: int, metrics: Mapping[str, float | Tensor]) -> None:
+        """Record the metrics of a step: finite numbers or not, scalar tensors too. Steps count from 0."""
+        if not self.enabled:
+            return
+        values = {key: float(value) for key, value in metrics.items()}
+        self._append("metrics.jsonl", [{"stage": self.name, "step": step, "time": round(time.time(), 3), **values}])
+        with _writing(self.run_dir / "tensorboard"):
+            for key, value in values.items():
+                self._board.add_scalar(key, value, step)
+        if shown := [f"{key} {values[key]:.4g}" for key in self.headline if key in values]:
+            logger.info(_one_line([f"{self.name} {step + 1}/{self.total_steps}", *shown]))
+
+    def trajectories(self, step: int, split: str, trajectories: list[Trajectory], limit: int | None = None) -> None:
+        """Append trajectories, only the first `limit` if given. split: such as "train" or "eval-real"."""
+        if not self.enabled:
+            return
+        where = {"stage": self.name, "step": step, "split": split}
+        self._append("trajectories.jsonl", [where | trajectory_record(t, self.decode) for t in trajectories[:limit]])
+
+    def progress(self, work: Collection[Any] | int, label: str) -> tqdm:
+        """A progress bar, on a terminal; elsewhere a log line at about every tenth of the work.
+
+        work: something of known length to iterate over, or a total that the caller advances with `update(n)`.
+        """
+        total = work if isinstance(work, int) else len(work)
+        settings = {"total": total, "desc": label, "disable": not self.enabled}
+        if sys.stderr.isatty():
+            settings |= {"leave": False, "dynamic_ncols": True}
+        else:
+            # A forced refresh after maxinterval would add lines of its own.
+            settings |= {"miniters": math.ceil(total / 10), "mininterval": 0, "maxinterval": math.inf}
+            settings |= {"file": _LogLines(), "bar_format": "{desc} {n_fmt}/{total_fmt}, {remaining} left"}
+        return tqdm(None if isinstance(work, int) else work, **settings)
+
+    def close(self) -> None:
+        if self.enabled:
+            with _writing(self.run_dir / "tensorboard"):
+                self._board.close()
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _remove_earlier_run(self) -> None:
+        removed = 0
+        for file in (self.run_dir / "metrics.jsonl", self.run_dir / "trajectories.jsonl"):
+            if file.exists():
+                lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+                kept = [line for line in lines if json.loads(line)["stage"] != self.name]
+                removed += len(lines) - len(kept)
+                file.write_text("".join(kept), encoding="utf-8")
+        shutil.rmtree(self.run_dir / "tensorboard" / self.name, ignore_errors=True)
+        if removed:
+            logger.info("%s: replaced the records of an earlier run of stage %s", self.run_dir, self.name)
+
+    def _append(self, file: str, records: list[dict[str, Any]]) -> None:
+        lines = [json.dumps(_without_nan(record), allow_nan=False) + "\n" for record in records]
+        with _writing(self.run_dir / file), (self.run_dir / file).open("a", encoding="utf-8") as stream:
+            stream.writelines(lines)
+
+
+def trajectory_record(trajectory: Trajectory, decode: Callable[[list[int]], str] | None = None) -> dict[str, Any]:
+    """A trajectory as JSON: how it was judged, and who wrote each segment on what evidence.
+
+    provenance: the payload hash of an observed response; the model and the prompt hash of a rehearsed one.
+    sequence: which token stream a segment stands in (0 is ACT's). tokens: how many it has.
+    """
+    segments = []
+    for number, sequence in enumerate(trajectory.sequences):
+        for segment in sequence.segments:
+            record = {
+                "sequence": number,
+                "role": segment.role.name.lower(),
+                "evidence": segment.evidence,
+                "tokens": len(segment.ids),
+                "finish_reason": segment.finish_reason,
+                "provenance": segment.provenance,
+            }
+            segments.append(record if decode is None else record | {"text": decode(segment.ids)})
+    return {
+        "task": trajectory.task.id,
+        "kind": trajectory.task.kind,
+        "group_id": trajectory.group_id,
+        "status": trajectory.status,
+        "reason": trajectory.reason,
+        "reward": trajectory.reward,
+        "reward_parts": trajectory.reward_parts,
+        "user_turns": trajectory.task.user_turns,
+        "segments": segments,
+    }
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _one_line(parts: list[str]) -> str:
+    """Joined by two spaces. What does not fit the console is cut between two parts and shows as an ellipsis."""
+    line, end = "  ".join(parts), "  ..."
+    if len(line) <= CONSOLE_WIDTH:
+        return line
+    return line[: CONSOLE_WIDTH - len(end) + 2].rsplit("  ", 1)[0] + end
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TrackingError(f"cannot write {error.filename or path}: {error.strerror or error}") from error
+
+
+class _AboveBars(logging.Handler):
+    """Writes to stdout, above a progress bar if one is shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            tqdm.write(self.format(record), file=sys.stdout)
+        except (OSError, UnicodeError):  # a closed pipe must not end a training
+            self.handleError(record)
+
+
+class _LogLines:
+    """Stands in for tqdm's terminal: each new state of the bar is a log line."""
+
+    def __init__(self) -> None:
+        self.last = ""
+
+    def write(self, text: str) -> None:
+        # tqdm redraws with carriage returns and padding, and draws the last state twice.
+        if (line := text.strip()) and line != self.last:
+            self.last = line
+            logger.info(line)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
