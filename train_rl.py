@@ -1,0 +1,205 @@
+"""Role-wise GRPO purely in rehearsal: the policy acts, answers its own tool calls, and learns from task success.
+
+    python train_rl.py --config configs/demo.yaml model.path=runs/demo/sft [key=value ...]
+
+One step, as the algorithm has it:
+
+| stage       | function                                   | equation                                                 |
+| tasks       | Sampler.next                               | x ~ D                                                    |
+| episodes    | unfold (rollout over Rehearsed)            | tau_1..K ~ pi(. | x), ACT and REHEARSE in turn           |
+| rewards     | assign_rewards                             | R_i in {0, 1}, None if unknown                           |
+| advantages  | group_advantages over BASELINES            | A = (R - mean_{x,role}) / (std_{x,role} + eps)           |
+| logprobs    | Policy.logprobs, Policy.ref_logprobs       | log pi, log pi_old, log pi_ref of each token             |
+| loss        | policy_loss                                | -min(ratio A, clip(ratio) A) + kl_coef KL(pi || ref)     |
+| step        | Policy.backward, Policy.step               | one denominator over all ranks and micro-batches         |
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from envace.advantages import BASELINES, group_advantages
+from envace.batching import count_role_tokens, output_table, rows_from_trajectories, total_weight
+from envace.config import Config
+from envace.data import Sampler, Source, open_source
+from envace.evaluation import assign_rewards, evaluate_policy, unfold
+from envace.losses import policy_loss
+from envace.metrics import advantage_metrics, rollout_metrics
+from envace.policy import Policy, learning_rate
+from envace.tracking import Tracker, run
+from envace.types import Batch, Trajectory
+
+HEADLINE = ("reward/mean", "loss/kl", "loss/entropy", "eval/real_success", "eval/imagination_gap", "time/rollout")
+
+
+def main(config: Config) -> Path:
+    policy = Policy(config.model, thinking=config.rollout.thinking, seed=config.seed)
+    policy.prepare_training(
+        lr=config.rl.lr,
+        adam_beta2=config.rl.adam_beta2,
+        weight_decay=config.rl.weight_decay,
+        grad_clip=config.rl.grad_clip,
+        max_nonfinite_steps=config.rl.max_nonfinite_steps,
+        with_reference=config.rl.kl_coef > 0,
+    )
+    source = open_source(config.data)
+    sampler = Sampler(source.train_tasks(), config.seed)
+    output = Path(config.run_dir) / "rl"
+    with Tracker(
+        config.run_dir,
+        config,
+        name="rl",
+        total_steps=config.rl.steps,
+        headline=HEADLINE,
+        decode=policy.decode,
+        enabled=policy.is_main,
+    ) as tracker:
+        for step in range(config.rl.steps):
+            started = time.perf_counter()
+            tasks = sampler.next(config.rl.prompts_per_step)[policy.rank :: policy.world_size]
+
+            trajectories, sampled_tokens = unfold(
+                policy,
+                tasks,
+                config,
+                source,
+                environment=config.rollout.environment,
+                purpose="training",
+                sampling=config.sampling,
+                samples=config.rl.group_size,
+            )
+            rolled_out = time.perf_counter()
+
+            assign_rewards(trajectories, source)
+            rewards, group_ids, role_ids, trajectory_ids = output_table(trajectories)
+            advantages = group_advantages(
+                rewards,
+                BASELINES[config.rl.baseline](group_ids, role_ids),
+                normalize_std=config.rl.normalize_std,
+                baseline_over=config.rl.baseline_over,
+                trajectory_ids=trajectory_ids,
+            )
+            update_metrics = update(policy, trajectories, advantages, step, config)
+            updated = time.perf_counter()
+
+            metrics = {
+                **rollout_metrics(trajectories),
+                **advantage_metrics(advantages, role_ids),
+                **update_metrics,
+                **{f"env_calls/{p}": float(source.counter.calls[p]) for p in ("training", "evaluation", "fidelity")},
+                "time/rollout": rolled_out - started,
+                "time/update": updated - rolled_out,
+                "throughput/sampled_tokens_per_second": sampled_tokens / (rolled_out - started),
+                "throughput/trained_tokens_per_second": trained_tokens(trajectories, config) / (updated - rolled_out),
+            }
+            tracker.trajectories(step, "train", trajectories)
+            if is_due(step, config):
+                metrics |= evaluate_held_out(policy, config, source, step, tracker)
+            tracker.log(step, metrics)
+        policy.save(output)
+    return output
+
+
+def update(
+    policy: Policy, trajectories: list[Trajectory], advantages: torch.Tensor, step: int, config: Config
+) -> dict[str, float]:
+    """`updates_per_batch` optimizer steps on one rollout batch."""
+    rl, temperature = config.rl, config.sampling.temperature
+    role_tokens = {r: int(policy.sum_over_ranks(n)) for r, n in count_role_tokens(trajectories).items()}
+    rows = rows_from_trajectories(
+        trajectories,
+        advantages,
+        loss_aggregation=rl.loss_aggregation,
+        role_weights=rl.role_weights,
+        role_tokens=role_tokens,
+    )
+    denominator = policy.sum_over_ranks(total_weight(rows))
+    batches = policy.micro_batches(rows, rl.micro_batch_size)
+    if not batches:
+        return {"loss/policy": 0.0, "loss/skipped_empty": 1.0}
+    for batch in batches:
+        if rl.kl_coef > 0:
+            batch.ref_logprobs = policy.ref_logprobs(batch, temperature)
+        if rl.updates_per_batch > 1:
+            with torch.no_grad():
+                batch.old_logprobs, _ = policy.logprobs(batch, temperature)
+
+    for number in range(rl.updates_per_batch):
+        sums: dict[str, float] = {}
+        for batch in batches:
+            logprobs, entropy = policy.logprobs(batch, temperature)
+            loss, metrics = policy_loss(
+                logprobs,
+                batch.old_logprobs,
+                batch.ref_logprobs,
+                batch.advantages,
+                batch.weights,
+                clip_eps_low=rl.clip_eps_low,
+                clip_eps_high=rl.clip_eps_high,
+                kl_coef=rl.kl_coef,
+                kl_estimator=rl.kl_estimator,
+                denominator=denominator,
+            )
+            policy.backward(loss)
+            add_metrics(sums, batch, loss, entropy, metrics)
+        lr = learning_rate(
+            step * rl.updates_per_batch + number,
+            steps=rl.steps * rl.updates_per_batch,
+            peak=rl.lr,
+            warmup=rl.warmup,
+            schedule=rl.schedule,
+        )
+        stepped = policy.step(lr)
+    reduced = {name: policy.sum_over_ranks(value) for name, value in sums.items()}
+    loss = reduced.pop("loss")
+    return {
+        "loss/policy": loss,
+        **{f"loss/{name}": value / max(denominator, 1e-12) for name, value in reduced.items()},
+        "loss/skipped_steps": float(policy.skipped_steps),
+        "lr": lr,
+        **stepped,
+    }
+
+
+def trained_tokens(trajectories: list[Trajectory], config: Config) -> int:
+    """Tokens, context included, that the forward passes of the optimizer steps on this batch saw."""
+    known = [t for t in trajectories if t.reward is not None]
+    return config.rl.updates_per_batch * sum(len(sequence) for t in known for sequence in t.sequences)
+
+
+def add_metrics(
+    sums: dict[str, float], batch: Batch, loss: torch.Tensor, entropy: torch.Tensor, metrics: dict[str, torch.Tensor]
+) -> None:
+    """Add one micro-batch to `sums`, weighted by its tokens, so that the sums divide by the denominator."""
+    weight = batch.weights.sum()
+    spoken = batch.weights > 0
+    values = {
+        "loss": loss,
+        "entropy": (entropy * batch.weights)[spoken].sum(),
+        **{name: value * weight for name, value in metrics.items()},
+    }
+    for name, value in values.items():
+        sums[name] = sums.get(name, 0.0) + float(value.detach())
+
+
+def is_due(step: int, config: Config) -> bool:
+    """Whether to evaluate after this step; the last one always is."""
+    last = step == config.rl.steps - 1
+    return last or (config.eval.every > 0 and (step + 1) % config.eval.every == 0)
+
+
+def evaluate_held_out(policy: Policy, config: Config, source: Source, step: int, tracker: Tracker) -> dict[str, float]:
+    """Held-out tasks, real and rehearsed. No checkpoint is chosen by it."""
+    started = time.perf_counter()
+    tasks = source.eval_tasks()[: config.eval.tasks or None]
+    metrics, trajectories = evaluate_policy(policy, tasks, config, source)
+    for environment, unfolded in trajectories.items():
+        tracker.trajectories(step, f"eval-{environment}", unfolded)
+    return metrics | {"time/eval": time.perf_counter() - started}
+
+
+if __name__ == "__main__":
+    run(main, __doc__)

@@ -1,0 +1,74 @@
+"""Supervised warm-up: teach one policy both roles from recorded dialogues.
+
+    python train_sft.py --config configs/demo.yaml [key=value ...]
+
+The loss is the negative log-likelihood of the tokens of `sft.roles`: ACT's outputs, and the recorded responses in the
+place where REHEARSE will write them. The result is <run_dir>/sft, an ordinary Hugging Face folder.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from envace.batching import sft_rows, total_weight
+from envace.config import Config
+from envace.data import Sampler, demonstration, open_source
+from envace.losses import sft_loss
+from envace.policy import Policy, learning_rate
+from envace.tracking import Tracker, run
+
+
+def main(config: Config) -> Path:
+    source = open_source(config.data)
+    if config.model.embedded and not Path(config.model.path).exists():
+        source.build_embedded_model(Path(config.model.path), config.seed)
+    policy = Policy(config.model, thinking=config.rollout.thinking, seed=config.seed)
+    policy.prepare_training(
+        lr=config.sft.lr,
+        adam_beta2=config.sft.adam_beta2,
+        weight_decay=config.sft.weight_decay,
+        grad_clip=config.sft.grad_clip,
+        max_nonfinite_steps=config.sft.max_nonfinite_steps,
+        with_reference=False,
+    )
+    output = Path(config.run_dir) / "sft"
+    with Tracker(config.run_dir, config, name="sft", total_steps=config.sft.steps, enabled=policy.is_main) as tracker:
+        recorded = source.demonstrations()
+        examples = [
+            demonstration(task, messages, policy.chat, separate=config.rollout.view == "separate")
+            for task, messages in tracker.progress(recorded, "render demonstrations")
+        ]
+        sampler = Sampler(examples, config.seed)
+        for step in tracker.progress(range(config.sft.steps), "train both roles"):
+            started = time.perf_counter()
+            drawn = sampler.next(config.sft.batch_size)[policy.rank :: policy.world_size]
+            rows = sft_rows(drawn, config.sft.roles)
+            denominator = policy.sum_over_ranks(total_weight(rows))
+            loss_sum = 0.0
+            for batch in policy.micro_batches(rows, config.sft.micro_batch_size):
+                logprobs, _ = policy.logprobs(batch, temperature=1.0)
+                loss = sft_loss(logprobs, batch.weights, denominator=denominator)
+                policy.backward(loss)
+                loss_sum += float(loss.detach())
+            lr = learning_rate(
+                step,
+                steps=config.sft.steps,
+                peak=config.sft.lr,
+                warmup=config.sft.warmup,
+                schedule=config.sft.schedule,
+            )
+            stepped = policy.step(lr)
+            metrics = {
+                "loss/sft": policy.sum_over_ranks(loss_sum),
+                "lr": lr,
+                **stepped,
+                "throughput/trained_tokens_per_second": sum(map(len, rows)) / (time.perf_counter() - started),
+            }
+            tracker.log(step, metrics)
+        policy.save(output)
+    return output
+
+
+if __name__ == "__main__":
+    run(main, __doc__)
