@@ -29,7 +29,7 @@ from envace.evaluation import assign_rewards, evaluate_policy, unfold
 from envace.losses import policy_loss
 from envace.metrics import advantage_metrics, rollout_metrics
 from envace.policy import Policy, learning_rate
-from envace.tracking import Tracker, run
+from envace.tracking import Tracker, logger, run
 from envace.types import Batch, Trajectory
 
 HEADLINE = ("reward/mean", "loss/kl", "loss/entropy", "eval/real_success", "eval/imagination_gap", "time/rollout")
@@ -99,6 +99,8 @@ def main(config: Config) -> Path:
             if is_due(step, config):
                 metrics |= evaluate_held_out(policy, config, source, step, tracker)
             tracker.log(step, metrics)
+        if policy.skipped_steps:
+            logger.warning("%d steps were skipped: their gradient was not finite", policy.skipped_steps)
         policy.save(output)
     return output
 
@@ -125,7 +127,7 @@ def update(
             batch.ref_logprobs = policy.ref_logprobs(batch, temperature)
         if rl.updates_per_batch > 1:
             with torch.no_grad():
-                batch.old_logprobs, _ = policy.logprobs(batch, temperature)
+                batch.old_logprobs, _ = policy.logprobs(batch, temperature, with_entropy=False)
 
     for number in range(rl.updates_per_batch):
         sums: dict[str, float] = {}

@@ -16,7 +16,7 @@ from envace.config import Config
 from envace.data import Sampler, demonstration, open_source
 from envace.losses import sft_loss
 from envace.policy import Policy, learning_rate
-from envace.tracking import Tracker, run
+from envace.tracking import Tracker, logger, run
 
 
 def main(config: Config) -> Path:
@@ -47,7 +47,7 @@ def main(config: Config) -> Path:
             denominator = policy.sum_over_ranks(total_weight(rows))
             loss_sum = 0.0
             for batch in policy.micro_batches(rows, config.sft.micro_batch_size):
-                logprobs, _ = policy.logprobs(batch, temperature=1.0)
+                logprobs, _ = policy.logprobs(batch, temperature=1.0, with_entropy=False)
                 loss = sft_loss(logprobs, batch.weights, denominator=denominator)
                 policy.backward(loss)
                 loss_sum += float(loss.detach())
@@ -66,6 +66,8 @@ def main(config: Config) -> Path:
                 "throughput/trained_tokens_per_second": sum(map(len, rows)) / (time.perf_counter() - started),
             }
             tracker.log(step, metrics)
+        if policy.skipped_steps:
+            logger.warning("%d steps were skipped: their gradient was not finite", policy.skipped_steps)
         policy.save(output)
     return output
 

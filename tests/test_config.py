@@ -258,3 +258,16 @@ def test_versions_name_the_libraries():
     found = versions()
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert {"torch", "transformers", "omegaconf"} <= found.keys()
+
+
+@pytest.mark.parametrize(
+    "overrides, key",
+    [
+        (["rollout.environment=constant", "rl.role_weights.act=0"], "rollout.environment=constant"),
+        (["data.eval_tasks=8", "eval.tasks=9"], "eval.tasks=9"),
+        (["data.train_tasks=8", "rl.prompts_per_step=9"], "rl.prompts_per_step=9"),
+        (["seed=4294967296"], "seed=4294967296"),
+    ],
+)
+def test_impossible_combinations_are_refused(overrides, key):
+    assert key in message(None, MODEL, *overrides)

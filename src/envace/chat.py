@@ -18,6 +18,8 @@ import json
 import re
 from typing import Any
 
+from jinja2 import TemplateError
+
 from envace.types import Action, Observation, ToolCall, UserError
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
@@ -56,7 +58,9 @@ class ChatFormat:
         self.turn_end = vocabulary["<|im_end|>"]
         self.response_end = vocabulary[RESPONSE_CLOSE]
         ends = {tokenizer.eos_token_id, vocabulary.get("<|endoftext|>")} - {None}
-        self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        # What is padding follows from lengths, so any token will do.
+        candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, self.turn_end)
+        self.pad_id = next(token for token in candidates if token is not None)
         self.act_stops = frozenset(ends | {self.turn_end})
         self.rehearse_stops = self.act_stops | {self.response_end}
         self._act_header = self._generation_prompt()
@@ -108,13 +112,16 @@ class ChatFormat:
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
     def _render(self, messages: list[dict[str, Any]], tools: Any = None, *, add_generation_prompt: bool) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages,
-            tools=tools or None,
-            add_generation_prompt=add_generation_prompt,
-            tokenize=False,
-            enable_thinking=self.thinking,
-        )
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages,
+                tools=tools or None,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                enable_thinking=self.thinking,
+            )
+        except TemplateError as e:
+            raise TokenizerError(f"the chat template of tokenizer {self.tokenizer.name_or_path!r} fails: {e}") from e
 
     def _generation_prompt(self) -> str:
         """What the template puts before an assistant output, so that later outputs start as the first one does."""
@@ -210,15 +217,17 @@ def _end_of_leading_thought(text: str) -> int:
 
 def _end_of_thought(text: str, start: int) -> int:
     """The index behind the think block that opens at or after `start`. Nothing in an unclosed block is acted on."""
-    close = text.find(THINK_CLOSE, start)
-    if close < 0:
-        raise ValueError(f"{THINK_OPEN} is never closed")
-    return close + len(THINK_CLOSE)
+    depth = 0
+    for tag in _THINK_TAGS.finditer(text, start):
+        depth += 1 if tag.group() == THINK_OPEN else -1
+        if depth == 0:
+            return tag.end()
+    raise ValueError(f"{THINK_OPEN} is never closed")
 
 
 def _next_tag(text: str, position: int) -> tuple[int, str] | None:
-    found = [(i, tag) for tag in (THINK_OPEN, CALL_OPEN) if (i := text.find(tag, position)) >= 0]
-    return min(found) if found else None
+    found = _OPENING_TAGS.search(text, position)
+    return (found.start(), found.group()) if found else None
 
 
 def _without_call_close(text: str) -> str:
@@ -229,8 +238,8 @@ def _without_call_close(text: str) -> str:
 
 def _is_mention(text: str, body: int) -> bool:
     """Whether the tag that ends at `body` is prose: text other than JSON follows, and no closing tag belongs to it."""
-    following = text[body:].lstrip()
-    if not following or following[0] in "{[":
+    following = _NOT_SPACE.search(text, body)
+    if following is None or following.group() in "{[":
         return False
     close, reopen = text.find(CALL_CLOSE, body), text.find(CALL_OPEN, body)
     return close < 0 or 0 <= reopen < close
@@ -268,6 +277,9 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"not valid JSON: {name}")
 
 
+_THINK_TAGS = re.compile(f"{THINK_OPEN}|{THINK_CLOSE}")
+_OPENING_TAGS = re.compile(f"{THINK_OPEN}|{CALL_OPEN}")
+_NOT_SPACE = re.compile(r"\S")
 _DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse_constant)
 
 

@@ -140,6 +140,7 @@ RULES: list[Rule] = [  # key, what its value must satisfy, what to change
     ("sampling.top_k", lambda k: k == 0, "training cuts no token off: set it to 0 (evaluation: eval.sampling.top_k)"),
     ("eval.sampling.temperature", lambda t: t >= 0, "must be >= 0; 0 is greedy"),
     ("eval.sampling.top_p", lambda p: 0 < p <= 1, "must be > 0 and <= 1"),
+    ("seed", lambda seed: seed < 2**31, "must be < 2**31"),
     ("sft.roles", lambda roles: roles and all(role in ROLES for role in roles), "must name act, rehearse or both"),
     ("sft.lr", lambda lr: lr >= 0, "must be >= 0"),
     ("sft.warmup", lambda share: 0 <= share <= 1, "is a share of the steps: must be within 0 and 1"),
@@ -335,7 +336,7 @@ def _parse(override: str) -> tuple[str, dict[Any, Any]]:
         raise ConfigError(f"'{key}' has no '=' ({COMMAND_LINE}): write key=value; did you mean {nearest(key)}?")
     try:
         return COMMAND_LINE, OmegaConf.to_container(OmegaConf.from_dotlist([override]))
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeError) as error:
         raise ConfigError(f"{key}={value} ({COMMAND_LINE}): invalid YAML, {_reason(error)}") from None
 
 

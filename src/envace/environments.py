@@ -75,7 +75,8 @@ class Rehearsed:
             error = error or "the response does not end with </tool_response>"
         if error:
             fail_output(trajectory, sequence, f"rehearse: {error}")
-        elif self.separate:
+            return Observation(text=observation.text, error=error)
+        if self.separate:
             written = sequence.segments[-1].provenance
             feed_response(stream, observation.text, self.evidence, chat, provenance=written)
         return observation

@@ -100,7 +100,9 @@ def evaluate_policy(
     fidelity = fidelity_shares(rehearsal_fidelity(rehearsed, lambda task: source.executable(task, "fidelity")))
     metrics = {
         "eval/real_success": success(real),
-        "eval/right_final_state": mean_or_nan([float(source.reaches_right_state(t)) for t in real]),
+        "eval/right_final_state": mean_or_nan(
+            [float(source.reaches_right_state(t)) for t in real if t.status is not Status.FAULT]
+        ),
         "eval/rehearsed_success": success(rehearsed),
         "eval/imagination_gap": imagination_gap(real, rehearsed, config.eval.samples),
         "eval/truncated": mean_or_nan([float(t.status is Status.TRUNCATED) for t in real]),

@@ -34,6 +34,10 @@ class LoadError(UserError):
     """A model or tokenizer cannot be loaded; the message says what, from where, and what to do."""
 
 
+class SaveError(UserError):
+    """The weights could not be written."""
+
+
 class Diverged(UserError):
     """Too many steps in a row had a gradient that was not finite."""
 
@@ -118,14 +122,15 @@ class Policy:
         finally:
             model.train(was_training)
 
-    def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-        """(logprobs, entropy), both (B, T), of `batch` (on this device) under the current weights.
+    def logprobs(self, batch: Batch, temperature: float, *, with_entropy: bool = True) -> tuple[Tensor, Tensor | None]:
+        """(logprobs, entropy or None), both (B, T), of `batch` (on this device) under the current weights.
 
         Dropout is off, so that old and new log-probabilities of the same weights are equal.
         """
         self.model.eval()
         logits = _forward(self.model, self._model_config, batch)
-        return token_logprobs(logits, batch.input_ids, temperature), token_entropy(logits.detach(), temperature)
+        entropy = token_entropy(logits.detach(), temperature) if with_entropy else None
+        return token_logprobs(logits, batch.input_ids, temperature), entropy
 
     @torch.no_grad()
     def ref_logprobs(self, batch: Batch, temperature: float) -> Tensor:
@@ -183,10 +188,15 @@ class Policy:
         partial = path.with_name(path.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         model = self.accelerator.unwrap_model(self.model)
-        model.save_pretrained(partial)
-        self.tokenizer.save_pretrained(partial)
-        shutil.rmtree(path, ignore_errors=True)
-        partial.rename(path)
+        try:
+            model.save_pretrained(partial)
+            self.tokenizer.save_pretrained(partial)
+            shutil.rmtree(path, ignore_errors=True)
+            partial.rename(path)
+        except OSError as e:
+            raise SaveError(
+                f"the model cannot be saved to {path} ({e.strerror or e}); what was written is {partial}"
+            ) from e
 
 
 def learning_rate(step: int, *, steps: int, peak: float, warmup: float, schedule: str) -> float:
@@ -247,7 +257,7 @@ def _load(config: ModelConfig) -> tuple[Any, Any]:
             attn_implementation=config.attn_implementation,
             **options,
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as e:
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, SafetensorError) as e:
         reason = str(e).strip().splitlines()[0]
         raise LoadError(f"{where} cannot be loaded ({reason}); give a folder or hub name of a causal LM") from e
     vocabulary = set(tokenizer.get_vocab())

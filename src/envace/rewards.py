@@ -4,8 +4,9 @@ A goal never names the state of a world. Where the right action depends on a val
 which the agent saw it (`Seen`): rehearsed or real, the agent has to act on what it was told. Rules:
 
 - reads      every required read is called, and before the first write of its turn or a later one;
-- writes     the distinct calls to anything but a read tool equal the writes of the branch that applies. An identical
-             retry counts once; what a response said about a write does not matter, so REHEARSE cannot launder one;
+- writes     in each turn, the distinct calls to anything but a read tool equal the writes of the branch that
+             applies. An identical retry counts once; what a response said about a write does not matter, so
+             REHEARSE cannot launder one;
 - answers    each turn's answer states what the branch demands, as it was seen, and no alternative to it;
 - a trajectory that did not finish has reward 0; one with a service fault has reward None (unknown).
 """
@@ -74,22 +75,25 @@ def score(trajectory: Trajectory) -> tuple[float | None, dict[str, float]]:
     goal: Goal = trajectory.task.goal
     if trajectory.status is not Status.FINISHED or len(trajectory.answers) != len(goal.turns):
         return 0.0, parts
-    reads, writes, answers = True, [], True
+    reads = writes = answers = True
+    written: set[str] = set()  # what was right to write in earlier turns: writing it again changes nothing
     try:
         for turn, turn_goal in enumerate(goal.turns):
             # A turn is judged by what the agent knew in it: nothing read later makes an earlier guess right.
             seen = [e for e in trajectory.exchanges if e.turn <= turn]
             branch = applicable_branch(turn_goal, seen)
-            writes += [resolve_call(call, seen) for call in branch.writes]
+            wanted = {resolve_call(call, seen).key() for call in branch.writes} - written
+            made = {e.call.key() for e in seen if e.turn == turn and e.call.name not in goal.read_tools} - written
+            writes &= made == wanted
+            written |= wanted
             reads &= _reads_done(turn_goal, turn, goal, seen)
             answers &= _is_answered(branch, trajectory.answers[turn], seen)
     except Unseen:
         return 0.0, parts | {"finished": 1.0}
-    made = {e.call.key() for e in trajectory.exchanges if e.call.name not in goal.read_tools}
     parts = {
         "finished": 1.0,
         "reads": float(reads),
-        "writes": float(made == {call.key() for call in writes}),
+        "writes": float(writes),
         "answers": float(answers),
     }
     return float(all(parts.values())), parts
@@ -123,9 +127,16 @@ def _is_answered(branch: Branch, answer: str, exchanges: list[Exchange]) -> bool
 
 
 def _is_said(group: list[Says], text: str, exchanges: list[Exchange]) -> bool:
-    wanted = {_as_text(resolve(says.value, exchanges)) for says in group}
+    wanted = set()
+    for says in group:
+        value = resolve(says.value, exchanges)
+        if says.among and value not in says.among:
+            raise Unseen(f"{value!r} is none of {', '.join(says.among)}")
+        wanted.add(_as_text(value))
     unwanted = {word for says in group for word in says.among} - wanted
-    return all(_contains(text, word) for word in wanted) and not any(_contains(text, word) for word in unwanted)
+    return all(_contains(text, word) for word in wanted) and not any(
+        _contains(text.lower(), word.lower()) for word in unwanted
+    )
 
 
 def _sentences(answer: str, subject: str | None) -> str:

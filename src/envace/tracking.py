@@ -146,7 +146,8 @@ class Tracker:
         for file in (self.run_dir / "metrics.jsonl", self.run_dir / "trajectories.jsonl"):
             if file.exists():
                 lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-                kept = [line for line in lines if json.loads(line)["stage"] != self.name]
+                # A run that was killed may have left half a line.
+                kept = [line for line in lines if line.endswith("}\n") and json.loads(line)["stage"] != self.name]
                 removed += len(lines) - len(kept)
                 file.write_text("".join(kept), encoding="utf-8")
         shutil.rmtree(self.run_dir / "tensorboard" / self.name, ignore_errors=True)

@@ -44,7 +44,8 @@ class Values:
         return self._draw("STUVWXYZ", "0123456789")
 
     def total(self) -> int:
-        return int(self._draw("123456789", "02468"))
+        # Whole tens; every third one is held out.
+        return self.rng.choice([n for n in range(10, 100, 10) if (n % 30 == 20) == self.held_out])
 
     def day(self) -> str:
         return self.choice(DAYS)
@@ -222,7 +223,7 @@ def _status_of_last(v: Values) -> Draft:
 TRAIN_KINDS = {
     "status": (_status, 1.0),
     "status_of_two": (_status_of_two, 1.0),
-    "status_twice": (_status_twice, 1.25),
+    "status_twice": (_status_twice, 0.75),
     "mistyped": (_mistyped, 0.5),
     "tier": (_tier, 1.0),
     "cancel": (_cancel, 2.0),
