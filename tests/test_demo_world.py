@@ -239,7 +239,7 @@ def test_held_out_tasks_share_no_id_and_no_amount_with_training(many_tasks):
     unseen_elsewhere = ids_and_amounts(make_tasks(300, 7, held_out=True))
     assert seen.keys() == unseen.keys() == {"ids", "amounts"}
     for what in seen:
-            assert len(seen[what]) >= 6 and len(unseen[what]) >= 3
+        assert len(seen[what]) >= 6 and len(unseen[what]) >= 3
         assert not seen[what] & unseen[what]
         assert not seen[what] & unseen_elsewhere[what]
 

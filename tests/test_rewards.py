@@ -305,6 +305,14 @@ def test_each_turn_is_judged_by_its_own_answer():
     assert failed(judged(goals, [look("paid")], ["I cannot do that.", "It is paid."])) == {"answers"}
 
 
+def test_a_read_beside_the_write_in_one_output_comes_too_late():
+    task = Task("t", "", [], ["?"], goal=Goal((STOP_IF_OPEN,), READ_TOOLS))
+    read, write = (LOOK, {"id": "A1", "state": "open"}), (STOP, {"ok": True})
+    for rounds, expected in (((0, 1), 1.0), ((0, 0), 0.0)):
+        made = [Exchange(*e, 0, r, Evidence.REHEARSED) for e, r in zip((read, write), rounds, strict=True)]
+        assert score(Trajectory(task, "g", exchanges=made, answers=["It is stopped."]))[0] == expected
+
+
 # Values known only from a response
 
 

@@ -111,10 +111,9 @@ def applicable_branch(turn_goal: TurnGoal, exchanges: list[Exchange]) -> Branch:
 
 
 def _reads_done(turn_goal: TurnGoal, turn: int, goal: Goal, exchanges: list[Exchange]) -> bool:
-    first_write = next(
-        (i for i, e in enumerate(exchanges) if e.turn >= turn and e.call.name not in goal.read_tools), len(exchanges)
-    )
-    before = {e.call.key() for e in exchanges[:first_write]}
+    writes = [e.round for e in exchanges if e.turn >= turn and e.call.name not in goal.read_tools]
+    # A read beside a write in one output came too late: the write was decided without its response.
+    before = {e.call.key() for e in exchanges if not writes or e.round < writes[0]}
     return all(resolve_call(read, exchanges).key() in before for read in turn_goal.reads)
 
 

@@ -50,6 +50,7 @@ class _Clerk:
         self.habit = task.kind if task.kind in HABITS and rng.random() < habit_share else None
         self.slip_share = slip_share
         self.exchanges: list[Exchange] = []
+        self.rounds = 0
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": task.system}]
 
     def work(self) -> list[dict[str, Any]]:
@@ -99,10 +100,11 @@ class _Clerk:
         if action.error:
             self.messages.append({"role": "tool", "content": to_json(malformed_call_error(action.error))})
             return self._call(calls, turn)
+        self.rounds += 1
         responses = [self.desk.execute(call) for call in action.calls]
         self.messages += [{"role": "tool", "content": to_json(response)} for response in responses]
         self.exchanges += [
-            Exchange(call, response, turn, 0, Evidence.OBSERVED)
+            Exchange(call, response, turn, self.rounds, Evidence.OBSERVED)
             for call, response in zip(action.calls, responses, strict=True)
         ]
         return responses
