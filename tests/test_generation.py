@@ -142,11 +142,35 @@ def test_only_what_was_appended_is_fed_again(tiny_model, monkeypatch):
     model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: fed.append(inputs[0].shape[1]))
     generator, sequence = CachedGenerator(model, PAD, GREEDY), stream(range(1, 51))
     ask(generator, sequence, budget=3)
-    assert fed == [50, 1, 1]
+    assert fed == [49, 1, 1, 1]
     sequence.segments.append(Segment(Role.CONTEXT, [5, 6], Evidence.GIVEN))
     ask(generator, sequence, budget=3)
-    assert fed[3:] == [3, 1, 1]  # the last sampled token was never fed
+    assert fed[4:] == [3, 1, 1]  # the last sampled token was never fed
     assert generator.sampled_tokens == 6
+
+
+def test_what_prompts_share_is_fed_once_and_a_repeated_prompt_once(tiny_model):
+    model = tiny_model(VOCAB, seed=4)
+    fed = []
+    hook = model.model.embed_tokens.register_forward_hook(
+        lambda module, inputs, output: fed.append(tuple(inputs[0].shape))
+    )
+    system, tasks = list(range(1, 31)), [[31, 32, 33, 34], [31, 32, 33], [40, 41]]
+    streams = [stream(system + task) for task in tasks for _ in range(4)]
+    generator = CachedGenerator(model, PAD, GREEDY)
+    completions = ask(generator, *streams, budget=3)
+    assert fed == [(1, 30), (3, 3), (12, 1), (12, 1), (12, 1)]
+    hook.remove()
+    assert [c.ids for c in completions] == [clean_greedy(model, system + t, (), 3) for t in tasks for _ in range(4)]
+    for sequence in streams:
+        torch.testing.assert_close(sampled_logprobs(sequence), clean_logprobs(model, sequence), rtol=0, atol=1e-5)
+
+
+def test_rollouts_of_one_prompt_are_sampled_independently(tiny_model):
+    torch.manual_seed(0)
+    generator = CachedGenerator(tiny_model(VOCAB), PAD, SamplingConfig())
+    completions = ask(generator, *(stream([1, 2, 3]) for _ in range(8)), budget=8)
+    assert len({tuple(c.ids) for c in completions}) == 8
 
 
 def test_rows_keep_their_own_cache_when_one_in_the_middle_closes(tiny_model):

@@ -6,12 +6,15 @@ values; only what was appended since is fed. Streams that started together stay 
     each appended block is LEFT-padded so that every row ends on a real token, the holes are masked 0, and `generate`
     gets full ids, full mask and the cache. Rows whose stream has closed are dropped from the batch.
 
-Holes never matter: positions count mask ones, and masked keys are not attended.
+Holes never matter: positions count mask ones, and masked keys are not attended. Before the first output, what all
+rows start with (system prompt, tools) is fed once, and then each distinct prompt once, however many rollouts it has.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from inspect import signature
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -44,7 +47,7 @@ class CachedGenerator:
         self._batches = [batch for batch in self._batches if any(row.open for row in batch.rows)]
         known = {row for batch in self._batches for row in batch.rows}
         if new := [r.sequence for r in requests if r.sequence not in known]:
-            self._batches.append(_CachedBatch(new, self.model))
+            self._batches.append(_CachedBatch(new, self.model, self.pad_id))
         completions: dict[Sequence, Completion] = {}
         # `generate` would fill every unset option from the checkpoint's settings.
         checkpoint, self.model.generation_config = self.model.generation_config, GenerationConfig()
@@ -52,7 +55,7 @@ class CachedGenerator:
             for batch in self._batches:
                 mine = {r.sequence: r for r in requests if r.sequence in batch.rows}
                 if mine:
-                    completions |= batch.generate(mine, self.model, self.pad_id, self.sampling)
+                    completions |= batch.generate(mine, self.sampling)
         finally:
             self.model.generation_config = checkpoint
         self.sampled_tokens += sum(len(c.ids) for c in completions.values())
@@ -62,18 +65,27 @@ class CachedGenerator:
 class _CachedBatch:
     """Streams that share a cache. ids, mask: (rows, T); fed[i]: how many tokens of stream i they hold."""
 
-    def __init__(self, rows: list[Sequence], model: Any):
+    def __init__(self, rows: list[Sequence], model: Any, pad_id: int):
         self.rows = rows
-        self.fed = [0] * len(rows)
-        self.ids = torch.zeros((len(rows), 0), dtype=torch.long, device=model.device)
+        self.model = model
+        self.pad_id = pad_id
+        self.ids = torch.zeros((1, 0), dtype=torch.long, device=model.device)
         self.mask = torch.zeros_like(self.ids)
         self.cache = DynamicCache(config=model.config)
+        # All but the last token of a prompt: `generate` needs one to go on from.
+        prompts = [tuple(row.ids[:-1]) for row in rows]
+        self.fed = [len(prompt) for prompt in prompts]
+        distinct = list(dict.fromkeys(prompts))
+        common = len(commonprefix(distinct))
+        self._prefill([distinct[0][:common]])
+        self._select([0] * len(distinct))
+        self._prefill([prompt[common:] for prompt in distinct])
+        position = {prompt: i for i, prompt in enumerate(distinct)}
+        self._select([position[prompt] for prompt in prompts])
 
-    def generate(
-        self, requests: dict[Sequence, Request], model: Any, pad_id: int, sampling: SamplingConfig
-    ) -> dict[Sequence, Completion]:
+    def generate(self, requests: dict[Sequence, Request], sampling: SamplingConfig) -> dict[Sequence, Completion]:
         self._drop_closed_rows()
-        self._append_block(requests, pad_id)
+        self._append_new(requests)
         # An idle row (open, but nothing asked of it now) generates one token behind a pad token; both are masked out
         # afterwards. Attending to that pad token keeps `generate` from warning of right-padding.
         idle = torch.tensor([row not in requests for row in self.rows], device=self.mask.device)
@@ -84,13 +96,15 @@ class _CachedBatch:
         width = self.ids.shape[1]
         recorder = _LogprobRecorder(sampling.temperature or 1.0)
         with torch.no_grad():
-            output = model.generate(
+            output = self.model.generate(
                 input_ids=self.ids,
                 attention_mask=attended,
                 **{CACHE: self.cache},
-                generation_config=_generation_config(sampling, pad_id, max(budgets)),
+                generation_config=_generation_config(sampling, self.pad_id, max(budgets)),
                 logits_processor=LogitsProcessorList([recorder]),
-                stopping_criteria=StoppingCriteriaList([_RowStops(stops, budgets, width, pad_id, self.ids.device)]),
+                stopping_criteria=StoppingCriteriaList(
+                    [_RowStops(stops, budgets, width, self.pad_id, self.ids.device)]
+                ),
             )
         logprobs = recorder.finish(output)
         sampled = output[:, width:]
@@ -113,21 +127,42 @@ class _CachedBatch:
         keep = [i for i, row in enumerate(self.rows) if row.open]
         if len(keep) == len(self.rows):
             return
-        index = torch.tensor(keep, device=self.ids.device)
         self.rows, self.fed = [self.rows[i] for i in keep], [self.fed[i] for i in keep]
-        self.ids, self.mask = self.ids[index], self.mask[index]
-        self.cache.batch_select_indices(index)
+        self._select(keep)
 
-    def _append_block(self, requests: dict[Sequence, Request], pad_id: int) -> None:
+    def _append_new(self, requests: dict[Sequence, Request]) -> None:
         blocks = [row.ids[self.fed[i] :] if row in requests else [] for i, row in enumerate(self.rows)]
         if any(not block for row, block in zip(self.rows, blocks, strict=True) if row in requests):
             raise ValueError("an output was requested for a stream to which nothing was appended since the last one")
-        longest = max(map(len, blocks))
-        padded = [[pad_id] * (longest - len(b)) + b for b in blocks]
-        masks = [[0] * (longest - len(b)) + [1] * len(b) for b in blocks]
-        self.ids = torch.cat([self.ids, torch.tensor(padded, device=self.ids.device)], 1)
-        self.mask = torch.cat([self.mask, torch.tensor(masks, device=self.ids.device)], 1)
+        self._append(blocks)
         self.fed = [n + len(block) for n, block in zip(self.fed, blocks, strict=True)]
+
+    @torch.no_grad()
+    def _prefill(self, blocks: Collection[Collection[int]]) -> None:
+        """Append `blocks` and put their keys and values into the cache."""
+        if width := max(map(len, blocks)):
+            self._append(blocks)
+            self.model(
+                input_ids=self.ids[:, -width:],
+                attention_mask=self.mask,
+                position_ids=(self.mask.cumsum(1) - 1).clamp(min=0)[:, -width:],
+                use_cache=True,
+                logits_to_keep=1,
+                **{CACHE: self.cache},
+            )
+
+    def _append(self, blocks: Collection[Collection[int]]) -> None:
+        longest = max(map(len, blocks))
+        padded = [[self.pad_id] * (longest - len(b)) + list(b) for b in blocks]
+        masks = [[0] * (longest - len(b)) + [1] * len(b) for b in blocks]
+        self.ids = torch.cat([self.ids, torch.tensor(padded, dtype=torch.long, device=self.ids.device)], 1)
+        self.mask = torch.cat([self.mask, torch.tensor(masks, dtype=torch.long, device=self.ids.device)], 1)
+
+    def _select(self, rows: list[int]) -> None:
+        """Keep, repeat or reorder rows of the batch."""
+        index = torch.tensor(rows, device=self.ids.device)
+        self.ids, self.mask = self.ids[index], self.mask[index]
+        self.cache.batch_select_indices(index)
 
 
 class _RowStops(StoppingCriteria):
