@@ -4,15 +4,26 @@ PYTHON ?= python3
 SEEDS ?= 1
 CONFIG ?= configs/demo.yaml
 ARGS ?=
+# Which GPUs train: of this machine (empty: all), and on several machines which one this is and where the first one is.
+GPUS ?=
+NODES ?= 1
+NODE_RANK ?= 0
+MAIN_ADDRESS ?=
+ADAPTER ?=
+OUT ?=
 
 VENV := .venv/bin/python
+LAUNCH = $(VENV) -m envace.launch $(if $(GPUS),--gpus $(GPUS)) --nodes $(NODES) --node-rank $(NODE_RANK) \
+	$(if $(MAIN_ADDRESS),--main-address $(MAIN_ADDRESS))
 # Idle threads sleep. Spinning, the default, makes a tiny model several times slower wherever the cores are shared.
 export OMP_WAIT_POLICY := PASSIVE
+# Two processes, each with whole files, as what a file sets up is used by all its tests.
+IN_PARALLEL := --numprocesses 2 --dist loadfile
 # The name of the stamp holds the hash, so that an old set-up is simply a file that does not exist.
 STAMP := .venv/installed-$(shell cat requirements.txt pyproject.toml | sha256sum | cut -c1-16)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast sft rl eval lint
+.PHONY: help setup demo test test-fast sft rl eval doctor merge lint
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,19 +35,25 @@ demo: $(STAMP)  ## warm-up, RL in rehearsal, real evaluation on an embedded worl
 	@$(VENV) -m envace.demo --seeds $(SEEDS)
 
 test: $(STAMP)  ## every test
-	@$(VENV) -m pytest
+	@$(VENV) -m pytest $(IN_PARALLEL)
 
 test-fast: $(STAMP)  ## the tests for daily work
-	@$(VENV) -m pytest -m "not slow"
+	@$(VENV) -m pytest $(IN_PARALLEL) -m "not slow"
 
-sft: $(STAMP)  ## supervised warm-up (CONFIG=configs/demo.yaml ARGS="sft.steps=10")
-	@$(VENV) train_sft.py --config $(CONFIG) $(ARGS)
+sft: $(STAMP)  ## supervised warm-up on all GPUs (CONFIG=configs/demo.yaml ARGS="sft.steps=10" GPUS=N)
+	@$(LAUNCH) train_sft.py --config $(CONFIG) $(ARGS)
 
-rl: $(STAMP)  ## reinforcement learning (CONFIG=... ARGS="...")
-	@$(VENV) train_rl.py --config $(CONFIG) $(ARGS)
+rl: $(STAMP)  ## reinforcement learning, same settings (on each of M machines: NODES=M NODE_RANK=R MAIN_ADDRESS=IP)
+	@$(LAUNCH) train_rl.py --config $(CONFIG) $(ARGS)
 
 eval: $(STAMP)  ## evaluation (CONFIG=... ARGS="...")
 	@$(VENV) evaluate.py --config $(CONFIG) $(ARGS)
+
+doctor: $(STAMP)  ## check machine, config, model and memory before a long run (CONFIG=... ARGS="...")
+	@$(VENV) -m envace.doctor --config $(CONFIG) $(ARGS)
+
+merge: $(STAMP)  ## adapters and their base as one model (ADAPTER=runs/x/rl OUT=runs/x/merged)
+	@$(VENV) -m envace.merge $(ADAPTER) $(OUT)
 
 lint: $(STAMP)  ## ruff
 	@$(VENV) -m ruff check .

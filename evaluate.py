@@ -23,7 +23,7 @@ from envace.types import Trajectory
 
 
 def main(config: Config) -> dict[str, Any]:
-    policy = Policy(config.model, thinking=config.rollout.thinking, seed=config.seed)
+    policy = Policy(config.model, config.policy, thinking=config.rollout.thinking, seed=config.seed)
     source = open_source(config.data)
     with Tracker(
         config.run_dir, config, name="evaluation", total_steps=1, decode=policy.decode, enabled=policy.is_main
@@ -41,7 +41,7 @@ def evaluate(policy: Policy, config: Config, source: Source, tracker: Tracker) -
     samples = config.eval.samples
     with tracker.progress(len(tasks) * (2 * samples + 1), "evaluate") as bar:
         metrics, unfolded = evaluate_policy(policy, tasks, config, source, on_done=bar.update)
-        unfolded["greedy"], _ = unfold(
+        greedy, _ = unfold(
             policy,
             tasks,
             config,
@@ -52,7 +52,8 @@ def evaluate(policy: Policy, config: Config, source: Source, tracker: Tracker) -
             samples=1,
             on_done=bar.update,
         )
-    assign_rewards(unfolded["greedy"], source)
+    assign_rewards(greedy, source)
+    unfolded["greedy"] = policy.gather(greedy)
     for name, trajectories in unfolded.items():
         tracker.trajectories(0, f"eval-{name}", trajectories)
     by_task = success_by_task(unfolded["real"], samples)

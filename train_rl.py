@@ -22,21 +22,24 @@ from pathlib import Path
 import torch
 
 from envace.advantages import BASELINES, group_advantages
-from envace.batching import count_role_tokens, output_table, rows_from_trajectories, total_weight
+from envace.batching import output_table, rows_from_trajectories, total_weight
+from envace.checkpoints import Checkpoints
 from envace.config import Config
 from envace.data import Sampler, Source, open_source
 from envace.evaluation import assign_rewards, evaluate_policy, unfold
 from envace.losses import policy_loss
+from envace.memory import describe
 from envace.metrics import advantage_metrics, rollout_metrics
 from envace.policy import Policy, learning_rate
 from envace.tracking import Tracker, logger, run
 from envace.types import Batch, Trajectory
 
+PURPOSES = ("training", "evaluation", "fidelity")  # what the executable environment was called for
 HEADLINE = ("reward/mean", "loss/kl", "loss/entropy", "eval/real_success", "eval/imagination_gap", "time/rollout")
 
 
 def main(config: Config) -> Path:
-    policy = Policy(config.model, thinking=config.rollout.thinking, seed=config.seed)
+    policy = Policy(config.model, config.policy, thinking=config.rollout.thinking, seed=config.seed, training=True)
     policy.prepare_training(
         lr=config.rl.lr,
         adam_beta2=config.rl.adam_beta2,
@@ -45,21 +48,29 @@ def main(config: Config) -> Path:
         max_nonfinite_steps=config.rl.max_nonfinite_steps,
         with_reference=config.rl.kl_coef > 0,
     )
+    if policy.is_sharded:
+        logger.info(describe(config, policy.model.config, policy.num_parameters, policy.world_size, "rl"))
     source = open_source(config.data)
     sampler = Sampler(source.train_tasks(), config.seed)
     output = Path(config.run_dir) / "rl"
-    with Tracker(
-        config.run_dir,
-        config,
-        name="rl",
-        total_steps=config.rl.steps,
-        headline=HEADLINE,
-        decode=policy.decode,
-        enabled=policy.is_main,
-    ) as tracker:
-        for step in range(config.rl.steps):
+    checkpoints = Checkpoints(policy, config, "rl", {"sampler": sampler, "env_calls": source.counter})
+    first = checkpoints.resume()
+    with (
+        Tracker(
+            config.run_dir,
+            config,
+            name="rl",
+            total_steps=config.rl.steps,
+            headline=HEADLINE,
+            decode=policy.decode,
+            enabled=policy.is_main,
+            first_step=first,
+        ) as tracker,
+        checkpoints,
+    ):
+        for step in range(first, config.rl.steps):
             started = time.perf_counter()
-            tasks = sampler.next(config.rl.prompts_per_step)[policy.rank :: policy.world_size]
+            tasks = sampler.next(config.rl.prompts_per_step)
 
             trajectories, sampled_tokens = unfold(
                 policy,
@@ -71,9 +82,10 @@ def main(config: Config) -> Path:
                 sampling=config.sampling,
                 samples=config.rl.group_size,
             )
+            assign_rewards(trajectories, source)
+            trajectories = policy.gather(trajectories)
             rolled_out = time.perf_counter()
 
-            assign_rewards(trajectories, source)
             rewards, group_ids, role_ids, trajectory_ids = output_table(trajectories)
             advantages = group_advantages(
                 rewards,
@@ -89,16 +101,17 @@ def main(config: Config) -> Path:
                 **rollout_metrics(trajectories),
                 **advantage_metrics(advantages, role_ids),
                 **update_metrics,
-                **{f"env_calls/{p}": float(source.counter.calls[p]) for p in ("training", "evaluation", "fidelity")},
                 "time/rollout": rolled_out - started,
                 "time/update": updated - rolled_out,
-                "throughput/sampled_tokens_per_second": sampled_tokens / (rolled_out - started),
+                "throughput/sampled_tokens_per_second": policy.sum_over_ranks(sampled_tokens) / (rolled_out - started),
                 "throughput/trained_tokens_per_second": trained_tokens(trajectories, config) / (updated - rolled_out),
             }
             tracker.trajectories(step, "train", trajectories)
             if is_due(step, config):
                 metrics |= evaluate_held_out(policy, config, source, step, tracker)
+            metrics |= {f"env_calls/{p}": policy.sum_over_ranks(source.counter.calls[p]) for p in PURPOSES}
             tracker.log(step, metrics)
+            checkpoints.after_step(step, config.rl.steps)
         if policy.skipped_steps:
             logger.warning("%d steps were skipped: their gradient was not finite", policy.skipped_steps)
         policy.save(output)
@@ -110,15 +123,13 @@ def update(
 ) -> dict[str, float]:
     """`updates_per_batch` optimizer steps on one rollout batch."""
     rl, temperature = config.rl, config.sampling.temperature
-    role_tokens = {r: int(policy.sum_over_ranks(n)) for r, n in count_role_tokens(trajectories).items()}
     rows = rows_from_trajectories(
         trajectories,
         advantages,
         loss_aggregation=rl.loss_aggregation,
         role_weights=rl.role_weights,
-        role_tokens=role_tokens,
     )
-    denominator = policy.sum_over_ranks(total_weight(rows))
+    denominator = total_weight(rows)
     batches = policy.micro_batches(rows, rl.micro_batch_size)
     if not batches:
         return {"loss/policy": 0.0, "loss/skipped_empty": 1.0}
@@ -131,7 +142,7 @@ def update(
 
     for number in range(rl.updates_per_batch):
         sums: dict[str, float] = {}
-        for batch in batches:
+        for batch in policy.accumulating(batches):
             logprobs, entropy = policy.logprobs(batch, temperature)
             loss, metrics = policy_loss(
                 logprobs,

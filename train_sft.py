@@ -12,18 +12,25 @@ import time
 from pathlib import Path
 
 from envace.batching import sft_rows, total_weight
+from envace.checkpoints import Checkpoints
 from envace.config import Config
 from envace.data import Sampler, demonstration, open_source
 from envace.losses import sft_loss
+from envace.memory import describe
 from envace.policy import Policy, learning_rate
 from envace.tracking import Tracker, logger, run
 
 
 def main(config: Config) -> Path:
     source = open_source(config.data)
-    if config.model.embedded and not Path(config.model.path).exists():
-        source.build_embedded_model(Path(config.model.path), config.seed)
-    policy = Policy(config.model, thinking=config.rollout.thinking, seed=config.seed)
+    policy = Policy(
+        config.model,
+        config.policy,
+        thinking=config.rollout.thinking,
+        seed=config.seed,
+        training=True,
+        build=(lambda path: source.build_embedded_model(path, config.seed)) if config.model.embedded else None,
+    )
     policy.prepare_training(
         lr=config.sft.lr,
         adam_beta2=config.sft.adam_beta2,
@@ -32,21 +39,31 @@ def main(config: Config) -> Path:
         max_nonfinite_steps=config.sft.max_nonfinite_steps,
         with_reference=False,
     )
+    if policy.is_sharded:
+        logger.info(describe(config, policy.model.config, policy.num_parameters, policy.world_size, "sft"))
     output = Path(config.run_dir) / "sft"
-    with Tracker(config.run_dir, config, name="sft", total_steps=config.sft.steps, enabled=policy.is_main) as tracker:
-        recorded = source.demonstrations()
-        examples = [
-            demonstration(task, messages, policy.chat, separate=config.rollout.view == "separate")
-            for task, messages in tracker.progress(recorded, "render demonstrations")
-        ]
-        sampler = Sampler(examples, config.seed)
-        for step in tracker.progress(range(config.sft.steps), "train both roles"):
+    recorded = source.demonstrations()
+    separate = config.rollout.view == "separate"
+    sampler = Sampler([demonstration(*dialogue, policy.chat, separate=separate) for dialogue in recorded], config.seed)
+    checkpoints = Checkpoints(policy, config, "sft", {"sampler": sampler})
+    first = checkpoints.resume()
+    with (
+        Tracker(
+            config.run_dir,
+            config,
+            name="sft",
+            total_steps=config.sft.steps,
+            enabled=policy.is_main,
+            first_step=first,
+        ) as tracker,
+        checkpoints,
+    ):
+        for step in tracker.progress(range(first, config.sft.steps), "train both roles"):
             started = time.perf_counter()
-            drawn = sampler.next(config.sft.batch_size)[policy.rank :: policy.world_size]
-            rows = sft_rows(drawn, config.sft.roles)
-            denominator = policy.sum_over_ranks(total_weight(rows))
+            rows = sft_rows(sampler.next(config.sft.batch_size), config.sft.roles)
+            denominator = total_weight(rows)
             loss_sum = 0.0
-            for batch in policy.micro_batches(rows, config.sft.micro_batch_size):
+            for batch in policy.accumulating(policy.micro_batches(rows, config.sft.micro_batch_size)):
                 logprobs, _ = policy.logprobs(batch, temperature=1.0, with_entropy=False)
                 loss = sft_loss(logprobs, batch.weights, denominator=denominator)
                 policy.backward(loss)
@@ -66,6 +83,7 @@ def main(config: Config) -> Path:
                 "throughput/trained_tokens_per_second": sum(map(len, rows)) / (time.perf_counter() - started),
             }
             tracker.log(step, metrics)
+            checkpoints.after_step(step, config.sft.steps)
         if policy.skipped_steps:
             logger.warning("%d steps were skipped: their gradient was not finite", policy.skipped_steps)
         policy.save(output)

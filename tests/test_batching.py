@@ -8,11 +8,12 @@ import torch
 
 from envace.advantages import rolewise_advantages
 from envace.batching import (
-    count_role_tokens,
-    micro_batches,
+    Row,
+    divide,
     output_table,
     rows_from_trajectories,
     rows_to_batch,
+    rows_to_packed_batch,
     sft_rows,
     total_weight,
 )
@@ -147,16 +148,6 @@ def test_a_role_of_weight_zero_carries_no_loss_and_costs_no_forward_pass():
     assert [row.weights for row in rows] == [[0, 1, 0]]
 
 
-def test_role_mean_over_ranks_uses_the_tokens_of_all_ranks():
-    here, there = [trajectory("c aaa r")], [trajectory("c a")]
-    counts = count_role_tokens(here + there)
-    assert counts == {Role.ACT: 4, Role.REHEARSE: 1}
-    together = rows_of(here + there, aggregation="role_mean")
-    apart = [row for part in (here, there) for row in rows_of(part, aggregation="role_mean", role_tokens=counts)]
-    assert apart == together
-    assert [row for part in (here, there) for row in rows_of(part, aggregation="role_mean")] != together
-
-
 def test_empty_output_has_an_advantage_but_no_token():
     built = trajectory("c a r")
     built.sequences[0].segments[1].ids = []
@@ -189,15 +180,48 @@ def test_padding_follows_from_length_not_from_token_id():
 
 def test_micro_batches_hold_every_row_once_sorted_by_length():
     rows = rows_of(random_trajectories(0))
-    batches = list(micro_batches(rows, 3, PAD))
+    batches = batches_of(rows, 3)
     lengths = [n for batch in batches for n in batch.attention_mask.sum(1).tolist()]
     assert lengths == sorted((len(row) for row in rows), reverse=True)
     assert all(len(batch.input_ids) <= 3 for batch in batches)
     assert sum(float(batch.weights.sum()) for batch in batches) == total_weight(rows)
-    assert list(micro_batches([], 3, PAD)) == []
+    assert divide([], 1, 3) == [[]]
+
+
+def test_every_rank_gets_equally_many_micro_batches():
+    rows = rows_of(random_trajectories(0, count=7))
+    for ranks, size, pack_tokens in [(1, 2, 0), (2, 2, 0), (3, 2, 0), (16, 4, 0), (2, 1, 30), (3, 1, 10_000)]:
+        parts = divide(rows, ranks, size, pack_tokens)
+        assert len(parts) == ranks and len({len(part) for part in parts}) == 1
+        dealt = [row for part in parts for micro_batch in part for row in micro_batch]
+        assert sorted(map(id, dealt)) == sorted(map(id, rows)), "each row once"
+        assert not any(all(not part[i] for part in parts) for i in range(len(parts[0]))), "no round without a row"
+
+
+def test_packs_hold_at_most_so_many_tokens_and_a_longer_row_alone():
+    rows = rows_of(random_trajectories(0, count=12))
+    limit = max(map(len, rows)) - 1
+    packs = divide(rows, 1, 1, limit)[0]
+    assert len(packs) < len(rows)
+    assert {len(pack) for pack in packs if sum(map(len, pack)) > limit} == {1}
+
+
+def test_a_packed_batch_is_the_rows_in_a_row_with_positions_of_their_own():
+    rows = rows_of([trajectory("c aa"), trajectory("cc aaa")])
+    batch = rows_to_packed_batch(rows)
+    assert batch.input_ids.tolist() == [rows[0].ids + rows[1].ids]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
+    assert batch.weights.tolist() == [[0, 1, 1, 0, 0, 1, 1, 1]]
+    assert batch.attention_mask is None and batch.num_scored == 5
+    with pytest.raises(ValueError, match="first token"):
+        rows_to_packed_batch([Row([1, 2], [1, 1], [1.0, 1.0], [0.0, 0.0])])
 
 
 # Invariance of the loss
+
+
+def batches_of(rows, size, ranks=1, rank=0):
+    return [rows_to_batch(part, PAD) for part in divide(rows, ranks, size)[rank] if part]
 
 
 def bigram_loss_and_grad(batches, denominator, loss_kind):
@@ -232,17 +256,17 @@ def test_loss_does_not_depend_on_split_order_or_padding(loss_kind, aggregation):
 
     shuffled = random.Random(0).sample(rows, len(rows))
     others = {
-        "one row at a time": micro_batches(rows, 1, PAD),
-        "micro-batches of 3": micro_batches(rows, 3, PAD),
+        "one row at a time": batches_of(rows, 1),
+        "micro-batches of 3": batches_of(rows, 3),
         "shuffled, other padding id": [rows_to_batch(shuffled, PAD + 3)],
-        "two ranks": [b for rank in range(2) for b in micro_batches(rows[rank::2], 2, PAD)],
+        "two ranks": [b for rank in range(2) for b in batches_of(rows, 2, ranks=2, rank=rank)],
     }
     for name, batches in others.items():
         other_loss, other_grad = bigram_loss_and_grad(batches, denominator, loss_kind)
         assert other_loss == pytest.approx(loss, abs=1e-9), name
         torch.testing.assert_close(other_grad, grad, atol=1e-9, rtol=0, msg=name)
 
-    per_micro_batch, _ = bigram_loss_and_grad(micro_batches(rows, 3, PAD), None, loss_kind)
+    per_micro_batch, _ = bigram_loss_and_grad(batches_of(rows, 3), None, loss_kind)
     assert per_micro_batch / math.ceil(len(rows) / 3) != pytest.approx(loss, abs=1e-4)
 
 
@@ -252,7 +276,7 @@ def test_policy_gradient_does_not_depend_on_the_order_of_trajectories():
     def loss_and_grad(ordered):
         rewards, group_ids, role_ids, _ = output_table(ordered)
         rows = rows_of(ordered, rolewise_advantages(rewards, group_ids, role_ids))
-        return bigram_loss_and_grad(micro_batches(rows, 2, PAD), total_weight(rows), "policy")
+        return bigram_loss_and_grad(batches_of(rows, 2), total_weight(rows), "policy")
 
     loss, grad = loss_and_grad(trajectories)
     other_loss, other_grad = loss_and_grad(trajectories[::-1])
@@ -272,4 +296,4 @@ def test_settings_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match="act, rehearse, not 'user'"):
         sft_rows(trajectories, ["user"])
     with pytest.raises(ValueError, match="at least 1 row, not 0"):
-        next(micro_batches(rows_of(trajectories), 0, PAD))
+        divide(rows_of(trajectories), 1, 0)

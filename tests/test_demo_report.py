@@ -43,6 +43,7 @@ def test_the_demo_writes_its_report(tmp_path):
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_bad_setting_ends_the_demo_with_one_line():
     done = subprocess.run(
         [sys.executable, "-m", "envace.demo", "rl.stepz=1"], cwd=ROOT, capture_output=True, text=True, timeout=120

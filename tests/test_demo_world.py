@@ -378,6 +378,7 @@ def test_demonstrations_are_recorded_on_the_desk_and_of_training_tasks_only():
     assert [task for task, _ in recorded] == make_tasks(40, 0, held_out=False)
 
 
+@pytest.mark.slow
 def test_clerks_fail_by_habit_where_a_change_is_due_and_rarely_elsewhere(chat):
     recordings = [Recording(*recorded) for recorded in make_demonstrations(800, 1, CallCounter())]
     change_is_due = [bool(Recording(recording.task).writes()) for recording in recordings]

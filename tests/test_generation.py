@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from envace import policy as policy_module
+from envace import scoring
 from envace.batching import Row, rows_to_batch
 from envace.config import ModelConfig, SamplingConfig
 from envace.generation import CachedGenerator
@@ -415,9 +415,9 @@ def test_running_the_shared_start_once_changes_neither_value_nor_gradient(policy
         gradients = {name: p.grad.clone() for name, p in policy.model.named_parameters()}
         return at_outputs(logprobs.detach(), batch), at_outputs(entropy, batch), gradients
 
-    assert policy_module._shared_prefix(batch) == shared - 1
+    assert scoring.shared_start(batch) == shared - 1
     once = values_and_gradients()
-    monkeypatch.setattr(policy_module, "_shared_prefix", lambda batch: 0)
+    monkeypatch.setattr(scoring, "shared_start", lambda batch: 0)
     plain = values_and_gradients()
     policy.model.zero_grad()
     for number in range(2):
@@ -430,7 +430,7 @@ def test_running_the_shared_start_once_changes_neither_value_nor_gradient(policy
 def test_the_shared_start_stops_before_the_first_output_or_difference(policy):
     def shared(*rows):
         built = [Row(ids, roles, [0.0] * len(ids), [0.0] * len(ids)) for ids, roles in rows]
-        return policy_module._shared_prefix(rows_to_batch(built, PAD))
+        return scoring.shared_start(rows_to_batch(built, PAD))
 
     assert shared(([1, 2, 3, 4], [0, 0, 0, 1])) == 0
     assert shared(([1, 2, 3, 4], [0, 0, 0, 1]), ([1, 2, 3, 4], [0, 0, 0, 1])) == 2

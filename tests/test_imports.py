@@ -16,11 +16,11 @@ PURE = {"advantages", "losses", "batching", "rewards", "metrics"}
 LAYERS = [
     BASE,
     {"prompts"} | PURE,
-    {"chat", "environments"},
+    {"chat", "environments", "scoring", "checkpoints", "memory"},
     {"episodes"},
     {"rehearsal", "generation", "demo"},
     {"policy", "data", "tracking", "report", "judge", "benchmarks"},
-    {"evaluation"},
+    {"evaluation", "doctor", "launch", "merge"},
     {"entry point"},
 ]
 LAYER = {module: height for height, layer in enumerate(LAYERS) for module in layer}

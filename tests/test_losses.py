@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from envace.losses import KL_ESTIMATORS, policy_loss, sft_loss, token_entropy, token_logprobs
+from envace.losses import KL_ESTIMATORS, entropy, policy_loss, sft_loss, token_logprobs
 
 NAN, INF = math.nan, math.inf
 
@@ -33,8 +33,8 @@ def test_logprob_and_entropy_use_the_sampling_temperature():
     chosen = torch.tensor([[2, 0]])
     cold = token_logprobs(logits, chosen, temperature=0.5)
     assert cold.tolist()[0] == pytest.approx([0.0, -0.1429], abs=1e-4)
-    assert token_entropy(logits, temperature=0.5).tolist()[0] == pytest.approx([0.0, 0.4411], abs=1e-4)
-    assert token_entropy(logits).tolist()[0] == pytest.approx([0.0, 0.8324], abs=1e-4)
+    assert entropy(logits[0, 0], temperature=0.5).item() == pytest.approx(0.4411, abs=1e-4)
+    assert entropy(logits[0, 0]).item() == pytest.approx(0.8324, abs=1e-4)
     mismatch = (token_logprobs(logits, chosen) - cold).exp()[0, 1]
     assert float(mismatch) == pytest.approx(0.7675, abs=1e-3)
 
@@ -42,17 +42,17 @@ def test_logprob_and_entropy_use_the_sampling_temperature():
 def test_index_t_is_the_logprob_of_token_t_given_earlier_tokens():
     logits = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
     input_ids = torch.randint(7, (2, 5), generator=torch.Generator().manual_seed(1))
-    logprobs, entropy = token_logprobs(logits, input_ids), token_entropy(logits)
+    logprobs, entropies = token_logprobs(logits, input_ids), entropy(logits)
     for b in range(2):
-        assert logprobs[b, 0] == entropy[b, 0] == 0
+        assert logprobs[b, 0] == 0
         for t in range(1, 5):
             before = torch.distributions.Categorical(logits=logits[b, t - 1])
             torch.testing.assert_close(logprobs[b, t], before.log_prob(input_ids[b, t]))
-            torch.testing.assert_close(entropy[b, t], before.entropy())
+            torch.testing.assert_close(entropies[b, t - 1], before.entropy())
 
 
 def test_impossible_tokens_leave_the_entropy_finite():
-    assert float(token_entropy(torch.tensor([[[0.0, 0.0, -INF], [0, 0, 0]]]))[0, 1]) == pytest.approx(math.log(2))
+    assert float(entropy(torch.tensor([0.0, 0.0, -INF]))) == pytest.approx(math.log(2))
 
 
 def test_half_precision_logits_give_float32_logprobs():
@@ -67,7 +67,7 @@ def test_greedy_temperature_is_refused(temperature):
     with pytest.raises(ValueError, match="RL needs temperature > 0"):
         token_logprobs(torch.zeros(1, 2, 3), torch.zeros(1, 2, dtype=torch.long), temperature)
     with pytest.raises(ValueError, match="RL needs temperature > 0"):
-        token_entropy(torch.zeros(1, 2, 3), temperature)
+        entropy(torch.zeros(1, 2, 3), temperature)
 
 
 # The surrogate and its clipping

@@ -193,7 +193,7 @@ def test_each_trajectory_gets_a_fresh_world_and_rounds_are_pooled():
     later = [exchange(ToolCall("get_order", {"order_id": "B10"}), {"order_id": "B10"}, 1)]
     counts = fidelity(trajectory(exchanges=later), trajectory(exchanges=twice), trajectory(exchanges=twice))
     assert list(counts.items()) == [(0, (6, 6)), (1, (0, 2))]
-    assert fidelity_shares(counts | {2: (0, 0)}) == pytest.approx({0: 1.0, 1: 0.0, 2: math.nan}, nan_ok=True)
+    assert fidelity_shares([*counts.items(), (2, (0, 0))]) == pytest.approx({0: 1.0, 1: 0.0, 2: math.nan}, nan_ok=True)
     assert fidelity() == fidelity(trajectory()) == {}
 
 

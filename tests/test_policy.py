@@ -54,9 +54,9 @@ def make_rows(lengths=(3, 9, 4, 7, 2)):
 
 def accumulate(policy, rows, size, *, loss=sft_loss):
     """The gradient of `rows` in micro-batches of at most `size`. Returns the loss."""
-    denominator = policy.sum_over_ranks(total_weight(rows))
+    denominator = total_weight(rows)
     total = 0.0
-    for batch in policy.micro_batches(rows, size):
+    for batch in policy.accumulating(policy.micro_batches(rows, size)):
         logprobs, _ = policy.logprobs(batch, temperature=1.0)
         if loss is sft_loss:
             value = sft_loss(logprobs, batch.weights, denominator=denominator)
@@ -235,19 +235,18 @@ def test_too_many_bad_steps_in_a_row_end_the_training(base):
 
 # Several ranks
 
-# Which of the rows each of two ranks has: unequal rows, unequal micro-batches, in the end nothing for one of them.
-SHARES = [(slice(0, 3), slice(3, 4)), (slice(0, 4), slice(4, 5)), (slice(0, 2), slice(2, 2))]
+# How many of the rows there are: dealt to two ranks they are 3 and 2, 2 and 2, in the end 1 and none.
+COUNTS = (5, 4, 1)
 
 
 def train_in_shares(path, output):
-    """Gradients on each of SHARES, an update, and one with a bad loss on the last rank; written to `output`."""
+    """Gradients on each of COUNTS, an update, and one with a bad loss on the last rank; written to `output`."""
     policy, rows = trainable(path), make_rows()
     found = {"gradients": [], "weights": []}
-    for shares in SHARES:
-        ours = [rows[share] for share in shares]
-        accumulate(policy, ours[policy.rank] if policy.world_size > 1 else sum(ours, []), 2)
+    for count in COUNTS:
+        accumulate(policy, rows[:count], 2)
         found["gradients"].append([parameter.grad.clone() for parameter in policy.model.parameters()])
-        if shares is not SHARES[-1]:
+        if count != COUNTS[-1]:
             policy.optimizer.zero_grad()
     # Adam magnifies rounding where a gradient is tiny, in proportion to the rate.
     found["grad_norm"] = policy.step(1e-4)["grad_norm"]

@@ -257,6 +257,7 @@ def test_every_segment_says_on_what_evidence_it_stands(rehearsed_run, warm):
     assert len(groups) == 2
 
 
+@pytest.mark.slow
 def test_training_in_the_real_world_is_counted_and_rehearses_nothing(warm, tmp_path):
     train_rl.main(configure(warm, tmp_path, "rollout.environment=real"))
     counts = [record["env_calls/training"] for record in logged(tmp_path, "rl")]
@@ -300,6 +301,7 @@ def ratios_of_updates(model, folder, monkeypatch, *overrides):
     return ratios
 
 
+@pytest.mark.slow
 def test_of_two_updates_on_a_batch_only_the_first_is_on_policy(base, tmp_path, monkeypatch, mixed_rewards):
     first, second = ratios_of_updates(base, tmp_path, monkeypatch, "rl.updates_per_batch=2", "rl.lr=1e-2")
     assert first == pytest.approx(1, abs=1e-5)
@@ -313,6 +315,7 @@ def test_the_first_update_is_on_policy_at_any_temperature(base, tmp_path, monkey
     assert ratios[0] == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others(warm, tmp_path, mixed_rewards):
     def run(name, seed):
         return train_rl.main(configure(warm, tmp_path / name, f"seed={seed}", "eval.every=0", "eval.tasks=1"))
@@ -361,6 +364,7 @@ def test_unknown_rewards_leave_the_weights_alone(warm, tmp_path, monkeypatch):
         assert record["loss/skipped_empty"] == 1 and "grad_norm" not in record
 
 
+@pytest.mark.slow
 def test_a_world_that_is_down_makes_rewards_unknown_and_training_goes_on(warm, tmp_path, monkeypatch):
     class Down:
         def execute(self, call):
@@ -391,6 +395,7 @@ def test_one_unknown_reward_is_neither_a_failure_nor_a_part_of_the_baseline(warm
     assert advantages.tolist() == pytest.approx([0.5774, 0, -1.1547, 0.5774], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_training_stops_after_too_many_bad_steps_in_a_row(warm, tmp_path, monkeypatch, mixed_rewards):
     loss = train_rl.policy_loss
     bad = iter([True, False, True, True, True])
@@ -443,6 +448,7 @@ def test_evaluation_is_repeatable(warm, tmp_path):
 # The demo's own tasks, from the untrained model on
 
 
+@pytest.mark.slow
 def test_the_stages_run_one_after_another_on_the_demo(base, tmp_path, monkeypatch):
     monkeypatch.setitem(data.SOURCES, "demo", DemoSource)
     sft = train_sft.main(configure(base, tmp_path))

@@ -1,4 +1,4 @@
-"""Trajectories -> rows -> padded batches. Pure.
+"""Trajectories -> rows -> batches, padded or packed. Pure.
 
 A row is one sequence with a loss weight and an advantage for each token. The loss is sum(weights * per_token) over
 `total_weight` of all rows, on every rank; `loss_aggregation` only decides the weights.
@@ -6,7 +6,6 @@ A row is one sequence with a loss weight and an advantage for each token. The lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -79,13 +78,12 @@ def rows_from_trajectories(
     *,
     loss_aggregation: str,
     role_weights: dict[str, float],
-    role_tokens: dict[Role, int] | None = None,
 ) -> list[Row]:
     """The rows of policy-gradient training: one for each sequence that carries loss.
 
+    trajectories: those of the whole batch, of all ranks.
     advantages: (N,), one entry for each output in the order of `output_table`.
     loss_aggregation: a key of LOSS_AGGREGATIONS. role_weights: by lower-case role name.
-    role_tokens: `count_role_tokens` summed over ranks; None when these are all the trajectories of the batch.
     A trajectory with an unknown reward is left out.
     """
     if loss_aggregation not in LOSS_AGGREGATIONS:
@@ -94,7 +92,7 @@ def rows_from_trajectories(
     if advantages.shape != (num_outputs,):
         raise ValueError(f"advantages must be ({num_outputs},), one an output, not {tuple(advantages.shape)}")
 
-    role_tokens = count_role_tokens(trajectories) if role_tokens is None else role_tokens
+    role_tokens = count_role_tokens(trajectories)
     token_weight = LOSS_AGGREGATIONS[loss_aggregation]
     remaining = iter(advantages.tolist())
     rows = []
@@ -148,13 +146,66 @@ def rows_to_batch(rows: list[Row], pad_id: int) -> Batch:
         role_ids=padded([row.role_ids for row in rows], int(Role.CONTEXT), torch.long),
         weights=padded([row.weights for row in rows], 0.0, torch.float32),
         advantages=padded([row.advantages for row in rows], 0.0, torch.float32),
+        num_scored=num_scored(rows),
     )
 
 
-def micro_batches(rows: list[Row], size: int, pad_id: int) -> Iterator[Batch]:
-    """Batches of at most `size` rows. Sorted by length for little padding; longest first, so memory peaks at once."""
+def rows_to_packed_batch(rows: list[Row]) -> Batch:
+    """One row (1, T) without padding: the sequences one behind the other, told apart by positions that start anew."""
+
+    if any(row.weights[0] for row in rows):
+        raise ValueError("the first token of a sequence has nothing that predicts it: it cannot carry weight")
+
+    def joined(columns: list[list], dtype: torch.dtype) -> Tensor:
+        return torch.tensor([[value for column in columns for value in column]], dtype=dtype)
+
+    return Batch(
+        input_ids=joined([row.ids for row in rows], torch.long),
+        attention_mask=None,
+        position_ids=joined([list(range(len(row))) for row in rows], torch.long),
+        role_ids=joined([row.role_ids for row in rows], torch.long),
+        weights=joined([row.weights for row in rows], torch.float32),
+        advantages=joined([row.advantages for row in rows], torch.float32),
+        num_scored=num_scored(rows),
+    )
+
+
+def num_scored(rows: list[Row]) -> int:
+    """Tokens whose log-probability the loss reads."""
+    return sum(weight > 0 for row in rows for weight in row.weights)
+
+
+def divide(rows: list[Row], ranks: int, size: int, pack_tokens: int = 0) -> list[list[list[Row]]]:
+    """The micro-batches of every rank: [rank][micro-batch][row].
+
+    At most `size` rows in one, or with pack_tokens > 0 at most so many tokens (a longer row has one for itself).
+    Similar lengths stand together, for little padding, and the longest come first, so memory peaks at once.
+    Every rank has equally many, the last ones perhaps empty: a forward or backward pass is a collective.
+    """
     if size < 1:
         raise ValueError(f"a micro-batch needs at least 1 row, not {size}")
     by_length = sorted(rows, key=len, reverse=True)
-    for start in range(0, len(by_length), size):
-        yield rows_to_batch(by_length[start : start + size], pad_id)
+    if pack_tokens:
+        packs = _packs(by_length, pack_tokens)
+        parts = [packs[rank::ranks] for rank in range(ranks)]
+    else:
+        dealt = [by_length[rank::ranks] for rank in range(ranks)]
+        parts = [[part[i : i + size] for i in range(0, len(part), size)] for part in dealt]
+    most = max(map(len, parts))
+    return [part + [[]] * (most - len(part)) for part in parts]
+
+
+def _packs(by_length: list[Row], pack_tokens: int) -> list[list[Row]]:
+    """First fit, longest first; the fullest pack first."""
+    packs: list[list[Row]] = []
+    free: list[int] = []
+    for row in by_length:
+        fitting = next((i for i, room in enumerate(free) if len(row) <= room), None)
+        if fitting is None:
+            packs.append([row])
+            free.append(pack_tokens - len(row))
+        else:
+            packs[fitting].append(row)
+            free[fitting] -= len(row)
+    order = sorted(range(len(packs)), key=lambda i: free[i])
+    return [packs[i] for i in order]

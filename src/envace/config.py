@@ -40,6 +40,32 @@ class ModelConfig:
 
 
 @dataclass
+class LoraConfig:
+    r: int = 0  # rank of the adapters; 0 trains all weights
+    alpha: int = 32  # adapters are scaled by alpha / r
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])  # names of the modules that get one
+
+
+@dataclass
+class PolicyConfig:
+    deepspeed: str = ""  # DeepSpeed JSON with ZeRO stage 3; empty: each rank holds all weights
+    cpu: bool = False  # allow `deepspeed` on processes without a GPU, over gloo: slow, for tests
+    lora: LoraConfig = field(default_factory=LoraConfig)  # train low-rank adapters in place of all weights
+    rollout_weights: Literal["gathered", "partitioned"] = "gathered"  # ZeRO-3: a copy on each rank, or none
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
+    logprob_chunk: int = 1024  # tokens whose logits exist at once in an update
+    pack_tokens: int = 0  # > 0: sequences without padding, in rows of at most so many tokens; 0 pads micro-batches
+    offload_reference: bool = False  # ZeRO-3: keep the reference model in CPU memory
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 0  # steps between checkpoints; 0 saves one only when SIGTERM asks to stop
+    keep: int = 2  # how many to keep; older ones are deleted
+    resume: bool = False  # go on from the last complete checkpoint of run_dir, if there is one
+
+
+@dataclass
 class DataConfig:
     source: Literal["demo"] = "demo"  # where tasks and demonstrations come from
     seed: int = 0  # seed of the task templates and the demonstrations
@@ -117,7 +143,9 @@ class EvalConfig:
 
 @dataclass
 class Config:
-    model: ModelConfig = field(default_factory=ModelConfig)  # which policy
+    model: ModelConfig = field(default_factory=ModelConfig)  # which weights
+    policy: PolicyConfig = field(default_factory=PolicyConfig)  # how they are trained, sharded and kept in memory
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # what an interrupted run goes on from
     data: DataConfig = field(default_factory=DataConfig)  # which tasks
     rollout: RolloutConfig = field(default_factory=RolloutConfig)  # how episodes unfold
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # how training samples
@@ -131,7 +159,8 @@ class Config:
 COMMAND_LINE = "command line"
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "numpy", "omegaconf")
 ROLES = ("act", "rehearse")
-MAY_BE_ZERO = ("seed", "steps", "every", "tasks", "top_k")  # names of int fields; any other int field is a count, >= 1
+# Names of int fields; any other int field is a count, >= 1.
+MAY_BE_ZERO = ("seed", "steps", "every", "tasks", "top_k", "r", "pack_tokens")
 
 Rule = tuple[str, Callable[[Any], bool], str]
 RULES: list[Rule] = [  # key, what its value must satisfy, what to change
@@ -167,6 +196,16 @@ COMBINATIONS: list[tuple[str, Callable[[Config], bool], str]] = [  # a key, what
         "only ACT speaks there, so nothing would be trained: set rl.role_weights.act > 0",
     ),
     ("eval.tasks", lambda c: c.eval.tasks <= c.data.eval_tasks, "there are only data.eval_tasks held-out tasks"),
+    (
+        "model.dtype",
+        lambda c: c.model.dtype == "float32" or c.policy.deepspeed or c.policy.lora.r,
+        "AdamW loses small updates of bfloat16 weights: set policy.deepspeed (float32 masters) or policy.lora.r",
+    ),
+    (
+        "model.add_missing_tokens",
+        lambda c: not (c.model.add_missing_tokens and c.policy.lora.r),
+        "adapters would not train the new embeddings: set policy.lora.r=0, or add the tokens in a full SFT first",
+    ),
     (
         "rl.prompts_per_step",
         lambda c: c.rl.prompts_per_step <= c.data.train_tasks,
@@ -209,6 +248,12 @@ def save_config(config: Config, path: str | Path) -> None:
     """Write every setting as YAML that `load_config` reads back to an equal config."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(OmegaConf.structured(config), path)
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Every setting by its dotted key."""
+    keys = [key for key, setting in schema().items() if not is_dataclass(setting.kind)]
+    return {key: attrgetter(key)(config) for key in keys}
 
 
 def versions() -> dict[str, str]:

@@ -18,6 +18,10 @@ from envace.types import Evidence, Executable, Role, Segment, Sequence, Task, To
 class CountsCalls(Protocol):
     calls: Counter[str]
 
+    def state_dict(self) -> dict[str, int]: ...
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
 
 class Source(Protocol):
     """What training and evaluation need to know about a set of tasks."""
@@ -135,6 +139,12 @@ class Sampler:
         self.seed = seed
         self.drawn = 0
         self._epoch, self._order = -1, []
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.drawn = state["drawn"]
 
     def next(self, n: int) -> list[Any]:
         return [self._draw() for _ in range(n)]

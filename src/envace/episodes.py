@@ -158,19 +158,22 @@ def rollout(
     limits: Limits,
     *,
     samples: int = 1,
+    share: Callable[[list[tuple[str, Task]]], list[tuple[str, Task]]] = list,
     batch_size: int = 128,
     on_done: Callable[[int], None] = lambda n: None,
 ) -> list[Trajectory]:
     """`samples` trajectories of each task, those of one task adjacent and in one group.
 
+    share: picks those that this process unfolds, as (group_id, task); a group may be divided.
     At most `batch_size` episodes live together; the next ones start when all of those have ended, because a row that
     left a KV cache cannot be refilled. `on_done(n)` is called after each batch of n.
     """
     # The position makes a group of its own of a task that was drawn twice.
     repeated = [(f"{i}:{task.id}", task) for i, task in enumerate(tasks) for _ in range(samples)]
+    mine = share(repeated)
     trajectories: list[Trajectory] = []
-    for start in range(0, len(repeated), batch_size):
-        chunk = repeated[start : start + batch_size]
+    for start in range(0, len(mine), batch_size):
+        chunk = mine[start : start + batch_size]
         live = [episode(task, environment_for(task), chat, limits, group_id=group) for group, task in chunk]
         trajectories += drive(gather(live), generate)
         on_done(len(chunk))

@@ -52,7 +52,10 @@ def unfold(
     samples: int,
     on_done: Callable[[int], object] = lambda n: None,
 ) -> tuple[list[Trajectory], int]:
-    """Trajectories of `tasks`, those of one task adjacent, without rewards; and how many tokens were sampled."""
+    """(trajectories, sampled tokens) of this rank's share of `tasks` x `samples`, without rewards.
+
+    `policy.gather` makes the whole of them: those of one task adjacent, in the order of `tasks`.
+    """
     factory = environment_factory(environment, config, source, policy, purpose)
     with policy.generating(sampling) as generate:
         trajectories = rollout(
@@ -62,6 +65,7 @@ def unfold(
             policy.chat,
             limits_of(config),
             samples=samples,
+            share=policy.share,
             batch_size=config.rollout.batch_size,
             on_done=on_done,
         )
@@ -82,9 +86,9 @@ def evaluate_policy(
     on_done: Callable[[int], object] = lambda n: None,
 ) -> tuple[dict[str, float], dict[str, list[Trajectory]]]:
     """(metrics, trajectories by environment) of eval.samples sampled runs, real and rehearsed."""
-    unfolded = {}
+    unfolded, mine = {}, {}
     for environment in ("real", "rehearsed"):
-        unfolded[environment], _ = unfold(
+        mine[environment], _ = unfold(
             policy,
             tasks,
             config,
@@ -95,14 +99,16 @@ def evaluate_policy(
             samples=config.eval.samples,
             on_done=on_done,
         )
-        assign_rewards(unfolded[environment], source)
+        assign_rewards(mine[environment], source)
+        unfolded[environment] = policy.gather(mine[environment])
     real, rehearsed = unfolded["real"], unfolded["rehearsed"]
-    fidelity = fidelity_shares(rehearsal_fidelity(rehearsed, lambda task: source.executable(task, "fidelity")))
+    happened = [t for t in mine["real"] if t.status is not Status.FAULT]
+    right_states = policy.gather([float(source.reaches_right_state(t)) for t in happened])
+    counts = rehearsal_fidelity(mine["rehearsed"], lambda task: source.executable(task, "fidelity"))
+    fidelity = fidelity_shares(policy.gather(list(counts.items())))
     metrics = {
         "eval/real_success": success(real),
-        "eval/right_final_state": mean_or_nan(
-            [float(source.reaches_right_state(t)) for t in real if t.status is not Status.FAULT]
-        ),
+        "eval/right_final_state": mean_or_nan(right_states),
         "eval/rehearsed_success": success(rehearsed),
         "eval/imagination_gap": imagination_gap(real, rehearsed, config.eval.samples),
         "eval/truncated": mean_or_nan([float(t.status is Status.TRUNCATED) for t in real]),

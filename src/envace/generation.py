@@ -12,21 +12,19 @@ rows start with (system prompt, tools) is fed once, and then each distinct promp
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from inspect import signature
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from os.path import commonprefix
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
-from transformers.generation import GenerationMixin, StoppingCriteriaList
+from transformers.generation import StoppingCriteriaList
 
 from envace.config import SamplingConfig
-from envace.types import Completion, Request, Sequence
-
-# transformers 5.2x renamed this argument of `forward` and `generate`; both names are accepted.
-CACHE = "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
+from envace.scoring import CACHE
+from envace.types import Completion, Evidence, Request, Role, Segment, Sequence
 
 
 class CachedGenerator:
@@ -34,12 +32,17 @@ class CachedGenerator:
 
     Nothing is taken from the checkpoint's generation_config.json. Sampled ids come from torch's global random state, so
     seeding it makes a rollout reproducible.
+
+    anyone: given if the weights are partitioned over ranks, whose forward passes must then come in equal numbers. Tells
+    whether any rank has something to generate, itself included; every rank has to ask. A rank that has nothing left
+    joins in by `keep_pace`.
     """
 
-    def __init__(self, model: Any, pad_id: int, sampling: SamplingConfig):
+    def __init__(self, model: Any, pad_id: int, sampling: SamplingConfig, anyone: Callable[[bool], bool] | None = None):
         self.model = model
         self.pad_id = pad_id
         self.sampling = sampling
+        self.anyone = anyone
         self.sampled_tokens = 0
         self._batches: list[_CachedBatch] = []
 
@@ -47,33 +50,61 @@ class CachedGenerator:
         self._batches = [batch for batch in self._batches if any(row.open for row in batch.rows)]
         known = {row for batch in self._batches for row in batch.rows}
         if new := [r.sequence for r in requests if r.sequence not in known]:
-            self._batches.append(_CachedBatch(new, self.model, self.pad_id))
+            self._batches.append(_CachedBatch(new, self.model, self.pad_id, synced=self.anyone is not None))
         completions: dict[Sequence, Completion] = {}
-        # `generate` would fill every unset option from the checkpoint's settings.
-        checkpoint, self.model.generation_config = self.model.generation_config, GenerationConfig()
-        try:
+        with self._own_settings():
             for batch in self._batches:
                 mine = {r.sequence: r for r in requests if r.sequence in batch.rows}
                 if mine:
+                    if self.anyone is not None:
+                        self.anyone(True)
                     completions |= batch.generate(mine, self.sampling)
-        finally:
-            self.model.generation_config = checkpoint
         self.sampled_tokens += sum(len(c.ids) for c in completions.values())
         return [completions[r.sequence] for r in requests]
 
+    def keep_pace(self) -> None:
+        """Run forward passes on nothing for as long as another rank generates; what they sample is thrown away."""
+        if self.anyone is None:
+            return
+        nothing = Sequence([Segment(Role.CONTEXT, [self.pad_id], Evidence.GIVEN)])
+        request = {nothing: Request(nothing, Role.ACT, frozenset(), 1)}
+        with self._own_settings():
+            while self.anyone(False):
+                _CachedBatch([nothing], self.model, self.pad_id, synced=True).generate(request, SamplingConfig(0.0))
+
+    @contextmanager
+    def _own_settings(self) -> Iterator[None]:
+        """`generate` would fill every unset option from the checkpoint's settings."""
+        checkpoint, self.model.generation_config = self.model.generation_config, GenerationConfig()
+        try:
+            yield
+        finally:
+            self.model.generation_config = checkpoint
+
 
 class _CachedBatch:
-    """Streams that share a cache. ids, mask: (rows, T); fed[i]: how many tokens of stream i they hold."""
+    """Streams that share a cache. ids, mask: (rows, T); fed[i]: how many tokens of stream i they hold.
 
-    def __init__(self, rows: list[Sequence], model: Any, pad_id: int):
+    synced: every forward pass is one of all ranks, so there are none but those inside `generate`, which counts them.
+    """
+
+    def __init__(self, rows: list[Sequence], model: Any, pad_id: int, *, synced: bool):
         self.rows = rows
         self.model = model
         self.pad_id = pad_id
+        self.synced = synced
         self.ids = torch.zeros((1, 0), dtype=torch.long, device=model.device)
         self.mask = torch.zeros_like(self.ids)
         self.cache = DynamicCache(config=model.config)
-        # All but the last token of a prompt: `generate` needs one to go on from.
-        prompts = [tuple(row.ids[:-1]) for row in rows]
+        self.fed = [0] * len(rows)
+        if synced:
+            self._select([0] * len(rows))
+        else:
+            self._feed_prompts()
+
+    def _feed_prompts(self) -> None:
+        """Feed all but the last token of each prompt: `generate` needs one to go on from."""
+        prompts = [tuple(row.ids[:-1]) for row in self.rows]
         self.fed = [len(prompt) for prompt in prompts]
         distinct = list(dict.fromkeys(prompts))
         common = len(commonprefix(distinct))
@@ -101,11 +132,15 @@ class _CachedBatch:
                 attention_mask=attended,
                 **{CACHE: self.cache},
                 generation_config=_generation_config(sampling, self.pad_id, max(budgets)),
+                synced_gpus=self.synced,
                 logits_processor=LogitsProcessorList([recorder]),
                 stopping_criteria=StoppingCriteriaList(
                     [_RowStops(stops, budgets, width, self.pad_id, self.ids.device)]
                 ),
             )
+        # A rank that waited for others, or noticed late that all rows had ended, fed tokens behind the output.
+        if (surplus := self.cache.get_seq_length() - (output.shape[1] - 1)) > 0:
+            self.cache.crop(-surplus)
         logprobs = recorder.finish(output)
         sampled = output[:, width:]
         kept = torch.zeros_like(sampled)

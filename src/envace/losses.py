@@ -21,23 +21,26 @@ def token_logprobs(logits: Tensor, input_ids: Tensor, temperature: float = 1.0) 
 
     Position 0 is 0: nothing predicts it. At least float32, whatever the dtype of the logits.
     """
-    chosen = _predictions(logits, temperature).gather(-1, input_ids[:, 1:, None]).squeeze(-1)
-    return pad(chosen, (1, 0))
+    return pad(chosen_logprobs(logits[:, :-1], input_ids[:, 1:], temperature), (1, 0))
+
+
+def chosen_logprobs(logits: Tensor, chosen: Tensor, temperature: float = 1.0) -> Tensor:
+    """(..., V), (...) -> (...): the log-probability of `chosen` where `logits` predict it; nothing is shifted."""
+    return log_distribution(logits, temperature).gather(-1, chosen[..., None]).squeeze(-1)
 
 
 @torch.no_grad()
-def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """(B, T, V) -> (B, T): entropy in nats of the distribution that predicts token t. A metric, without gradient."""
-    entropy = torch.special.entr(_predictions(logits, temperature).exp()).sum(-1)
-    return pad(entropy, (1, 0))
+def entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """(..., V) -> (...): entropy in nats of the predicted distributions. A metric, without gradient."""
+    return torch.special.entr(log_distribution(logits, temperature).exp()).sum(-1)
 
 
-def _predictions(logits: Tensor, temperature: float) -> Tensor:
-    """(B, T, V) -> (B, T - 1, V): the log-distributions of tokens 1 to T - 1. The only place that shifts."""
+def log_distribution(logits: Tensor, temperature: float) -> Tensor:
+    """(..., V) -> (..., V), in at least float32."""
     if not temperature > 0:
         raise ValueError(f"RL needs temperature > 0, not {temperature}: greedy decoding has no log-probabilities")
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    return (logits[:, :-1].to(dtype) / temperature).log_softmax(-1)
+    return (logits.to(dtype) / temperature).log_softmax(-1)
 
 
 # Estimators of the reverse KL(pi || ref) from one sampled token: (logprobs, ref_logprobs, ratio) -> KL, all (B, T).

@@ -7,7 +7,7 @@ batches or ranks have to be pooled, shares where a person reads them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from statistics import fmean
 from typing import Any
 
@@ -102,9 +102,13 @@ def rehearsal_fidelity(
     return dict(sorted(counts.items()))
 
 
-def fidelity_shares(counts: Mapping[int, tuple[int, int]]) -> dict[int, float]:
-    """{round: share of equal fields}; NaN where no response had a field."""
-    return {number: equal / total if total else float("nan") for number, (equal, total) in counts.items()}
+def fidelity_shares(counts: Iterable[tuple[int, tuple[int, int]]]) -> dict[int, float]:
+    """(round, (equal, total)) pairs, pooled by round -> {round: share of equal fields}; NaN without any field."""
+    equal, total = defaultdict(int), defaultdict(int)
+    for number, (same, all_fields) in counts:
+        equal[number] += same
+        total[number] += all_fields
+    return {number: equal[number] / total[number] if total[number] else float("nan") for number in sorted(total)}
 
 
 def bootstrap_ci(

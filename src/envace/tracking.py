@@ -67,6 +67,7 @@ class Tracker:
     total_steps: how many steps the stage has, for the console.
     headline: the metrics the console shows, where a step has them. None of them: no line.
     decode: token ids -> text, special tokens kept. None: trajectories are written without text.
+    first_step: what an earlier run recorded from this step on is replaced; a resumed run keeps what came before.
     enabled: False turns every method into one that does nothing (all ranks but the first).
     Every method raises TrackingError when a file cannot be written.
     """
@@ -81,6 +82,7 @@ class Tracker:
         headline: tuple[str, ...] = (),
         decode: Callable[[list[int]], str] | None = None,
         enabled: bool = True,
+        first_step: int = 0,
     ):
         self.run_dir = Path(run_dir)
         self.name = name
@@ -91,10 +93,11 @@ class Tracker:
         if not enabled:
             return
         with _writing(self.run_dir):
-            self._remove_earlier_run()
+            self._remove_records(first_step)
             save_config(config, self.run_dir / f"{name}.config.yaml")
             (self.run_dir / f"{name}.versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
-            self._board = SummaryWriter(str(self.run_dir / "tensorboard" / name))
+            board = str(self.run_dir / "tensorboard" / name)
+            self._board = SummaryWriter(board, purge_step=first_step if first_step else None)
 
     def log(self, step: int, metrics: Mapping[str, float | Tensor]) -> None:
         """Record the metrics of a step: finite numbers or not, scalar tensors too. Steps count from 0."""
@@ -141,18 +144,26 @@ class Tracker:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _remove_earlier_run(self) -> None:
+    def _remove_records(self, first_step: int) -> None:
         removed = 0
         for file in (self.run_dir / "metrics.jsonl", self.run_dir / "trajectories.jsonl"):
             if file.exists():
                 lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
                 # A run that was killed may have left half a line.
-                kept = [line for line in lines if line.endswith("}\n") and json.loads(line)["stage"] != self.name]
+                whole = [line for line in lines if line.endswith("}\n")]
+                kept = [line for line in whole if self._stays(json.loads(line), first_step)]
                 removed += len(lines) - len(kept)
-                file.write_text("".join(kept), encoding="utf-8")
-        shutil.rmtree(self.run_dir / "tensorboard" / self.name, ignore_errors=True)
+                # Beside it first: a kill in the middle must not cost the records.
+                rewritten = file.with_suffix(".partial")
+                rewritten.write_text("".join(kept), encoding="utf-8")
+                rewritten.replace(file)
+        if first_step == 0:
+            shutil.rmtree(self.run_dir / "tensorboard" / self.name, ignore_errors=True)
         if removed:
-            logger.info("%s: replaced the records of an earlier run of stage %s", self.run_dir, self.name)
+            logger.info("%s: replaced %d records of an earlier run of stage %s", self.run_dir, removed, self.name)
+
+    def _stays(self, record: dict[str, Any], first_step: int) -> bool:
+        return record["stage"] != self.name or record["step"] < first_step
 
     def _append(self, file: str, records: list[dict[str, Any]]) -> None:
         lines = [json.dumps(_without_nan(record), allow_nan=False) + "\n" for record in records]

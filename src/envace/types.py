@@ -221,21 +221,29 @@ class ServiceFault(RuntimeError):
 
 @dataclass
 class Batch:
-    """Padded sequences, ready for one forward pass. All (B, T); index t is token t.
+    """Sequences for one forward pass. All tensors (B, T); index t is token t.
 
+    attention_mask: None if the sequences are packed, one behind the other in one row: position_ids start anew there.
     weights: the loss weight of a token; 0 on context and padding.
     advantages: the advantage of the output a token belongs to; 0 on context and padding.
     old_logprobs, ref_logprobs: filled by the policy, None while not needed.
+    num_scored: how many tokens carry weight, the most of any rank, as ranks compute them in equally many chunks.
     """
 
     input_ids: Tensor
-    attention_mask: Tensor
+    attention_mask: Tensor | None
     position_ids: Tensor
     role_ids: Tensor
     weights: Tensor
     advantages: Tensor
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    num_scored: int = 0
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, for a message of one line; its kind if it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def canonical_json(value: Any) -> str:

@@ -49,6 +49,12 @@ class CallCounter:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
 
+    def state_dict(self) -> dict[str, int]:
+        return dict(self.calls)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.calls = Counter(state)
+
 
 class Desk:
     """One episode's world. `world` is copied: {"customer": id, "orders": {...}, "customers": {...}}.

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# One pass over what only a GPU can show, in under 8 minutes on one H200: the demo's first losses on CUDA against the CPU,
+# and speed and memory at the shape of Qwen3-8B. Uses the Python it finds (PYTHON=...), installs nothing from a network.
+#
+#     bench/gpu_check.sh [OUT]        writes OUT/gpu_check.md and OUT/gpu_check.json (default: runs/gpu_check)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+OUT=${1:-runs/gpu_check}
+export PYTHONPATH=src:.
+
+missing=$("$PYTHON" - <<'PY'
+from importlib.util import find_spec
+needed = ("torch", "transformers", "accelerate", "peft", "omegaconf", "tensorboard", "tqdm", "safetensors")
+print(" ".join(name for name in needed if find_spec(name) is None))
+PY
+)
+if [ -n "$missing" ] && [ -d bench/wheels ]; then
+    "$PYTHON" -m pip install --quiet --no-index --find-links bench/wheels $missing
+elif [ -n "$missing" ]; then
+    echo "error: $PYTHON lacks $missing; put their wheels into bench/wheels (pip download) or install them" >&2
+    exit 1
+fi
+"$PYTHON" -c 'import deepspeed' 2>/dev/null || echo 'DeepSpeed is not installed: ZeRO-3 is skipped here (the tests run it on CPUs)'
+exec "$PYTHON" bench/gpu_check.py --out "$OUT"
