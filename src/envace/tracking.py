@@ -108,6 +108,8 @@ class Tracker:
         with _writing(self.run_dir / "tensorboard"):
             for key, value in values.items():
                 self._board.add_scalar(key, value, step)
+            # Its writer is a thread, whose failure would come to light much later.
+            self._board.flush()
         if shown := [f"{key} {values[key]:.4g}" for key in self.headline if key in values]:
             logger.info(_one_line([f"{self.name} {step + 1}/{self.total_steps}", *shown]))
 
@@ -141,8 +143,14 @@ class Tracker:
     def __enter__(self) -> Tracker:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except TrackingError as error:
+            # A full disk fails twice; what failed first tells more.
+            if kind is None:
+                raise
+            logger.error("%s", error)
 
     def _remove_records(self, first_step: int) -> None:
         removed = 0
