@@ -111,6 +111,7 @@ def main(config: Config) -> Path:
                 metrics |= evaluate_held_out(policy, config, source, step, tracker)
             metrics |= {f"env_calls/{p}": policy.sum_over_ranks(source.counter.calls[p]) for p in PURPOSES}
             tracker.log(step, metrics)
+            policy.check_progress()
             checkpoints.after_step(step, config.rl.steps)
         if policy.skipped_steps:
             logger.warning("%d steps were skipped: their gradient was not finite", policy.skipped_steps)
@@ -208,7 +209,8 @@ def evaluate_held_out(policy: Policy, config: Config, source: Source, step: int,
     """Held-out tasks, real and rehearsed. No checkpoint is chosen by it."""
     started = time.perf_counter()
     tasks = source.eval_tasks()[: config.eval.tasks or None]
-    metrics, trajectories = evaluate_policy(policy, tasks, config, source)
+    with policy.own_randomness():
+        metrics, trajectories = evaluate_policy(policy, tasks, config, source)
     for environment, unfolded in trajectories.items():
         tracker.trajectories(step, f"eval-{environment}", unfolded)
     return metrics | {"time/eval": time.perf_counter() - started}

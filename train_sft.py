@@ -83,6 +83,7 @@ def main(config: Config) -> Path:
                 "throughput/trained_tokens_per_second": sum(map(len, rows)) / (time.perf_counter() - started),
             }
             tracker.log(step, metrics)
+            policy.check_progress()
             checkpoints.after_step(step, config.sft.steps)
         if policy.skipped_steps:
             logger.warning("%d steps were skipped: their gradient was not finite", policy.skipped_steps)

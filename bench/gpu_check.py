@@ -6,8 +6,9 @@ The 8B-shaped model has random weights, LoRA on every linear layer, bfloat16 and
 through `Scorer` and generates through `CachedGenerator`, as the policy does. `--shape tiny` tries the script on a CPU.
 
 Model FLOPs of training, for MFU: frozen weights cost 2 a parameter and token in the forward pass and 2 in the backward
-pass (activations only), and attention 4 * layers * heads * head_dim * context / 2 a token forward and twice that
-backward; what is recomputed is not counted. Limit of generation: every step reads all weights and the KV cache once.
+pass (activations only), without the embedding, which is looked up, and with half of the head, as half of the tokens are
+scored. Attention costs 4 * layers * heads * head_dim * context / 2 a token forward and twice that backward. What is
+recomputed is not counted. Limit of generation: every step reads all weights but the embedding, and the KV cache, once.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from envace.batching import Row, rows_to_batch
 from envace.config import SamplingConfig
 from envace.generation import CachedGenerator
 from envace.scoring import Scorer, score_inputs
+from envace.tracking import without_nan
 from envace.types import Evidence, Request, Role, Segment, Sequence
 
 CHUNK = 1024
@@ -86,7 +88,7 @@ def main() -> None:
     report["first_losses"] = first_losses(arguments.out)
     peak = next((peak for key, peak in PEAKS.items() if key in name), None)
     report["speed"] = list(speed(SHAPES[arguments.shape], WORK[arguments.shape], device, peak))
-    (arguments.out / "gpu_check.json").write_text(json.dumps(report, indent=2) + "\n")
+    (arguments.out / "gpu_check.json").write_text(json.dumps(without_nan(report), indent=2) + "\n")
     text = table(report)
     (arguments.out / "gpu_check.md").write_text(text)
     print(text)
@@ -144,7 +146,7 @@ def training_speed(
     seconds, memory = timed(step, 3, device)
     rate = context / seconds
     attention = 4 * shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim * context / 2
-    flops = 4 * parameters + 3 * attention
+    flops = 4 * (parameters - 1.5 * shape.vocab_size * shape.hidden_size) + 3 * attention
     return {
         "train_tokens_per_s": rate,
         "train_mfu": rate * flops / peak.flops if peak else float("nan"),
@@ -171,8 +173,17 @@ def generation_speed(
     output(2)
     seconds, memory = timed(lambda: output(NEW_TOKENS), 1, device)
     rate = rows * NEW_TOKENS / seconds
-    cache = 2 * 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * context * rows
-    limit = rows * peak.bandwidth / (2 * parameters + cache) if peak else float("nan")
+    cache = (
+        2
+        * 2
+        * shape.num_hidden_layers
+        * shape.num_key_value_heads
+        * shape.head_dim
+        * (context + 1.5 * NEW_TOKENS)
+        * rows
+    )
+    weights = 2 * (parameters - shape.vocab_size * shape.hidden_size)
+    limit = rows * peak.bandwidth / (weights + cache) if peak else float("nan")
     return {
         "rows": rows,
         "generate_tokens_per_s": rate,

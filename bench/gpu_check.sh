@@ -21,5 +21,4 @@ elif [ -n "$missing" ]; then
     echo "error: $PYTHON lacks $missing; put their wheels into bench/wheels (pip download) or install them" >&2
     exit 1
 fi
-"$PYTHON" -c 'import deepspeed' 2>/dev/null || echo 'DeepSpeed is not installed: ZeRO-3 is skipped here (the tests run it on CPUs)'
 exec "$PYTHON" bench/gpu_check.py --out "$OUT"

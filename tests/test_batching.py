@@ -185,7 +185,7 @@ def test_micro_batches_hold_every_row_once_sorted_by_length():
     assert lengths == sorted((len(row) for row in rows), reverse=True)
     assert all(len(batch.input_ids) <= 3 for batch in batches)
     assert sum(float(batch.weights.sum()) for batch in batches) == total_weight(rows)
-    assert divide([], 1, 3) == [[]]
+    assert divide([], 2, 3) == [[], []]
 
 
 def test_every_rank_gets_equally_many_micro_batches():

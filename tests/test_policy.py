@@ -228,9 +228,11 @@ def test_too_many_bad_steps_in_a_row_end_the_training(base):
     for _ in range(2):
         poison(policy, float("nan"))
         policy.step(1e-2)
+    policy.check_progress()
     poison(policy, float("nan"))
+    policy.step(1e-2)
     with pytest.raises(Diverged, match="3 updates in a row"):
-        policy.step(1e-2)
+        policy.check_progress()
 
 
 # Several ranks

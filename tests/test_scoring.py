@@ -23,6 +23,8 @@ from transformers import (
     GPT2LMHeadModel,
     GraniteConfig,
     GraniteForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
 )
 
 from envace import scoring
@@ -421,14 +423,15 @@ def build(kind, config, vocabulary, **settings):
     return enlarge(kind(config(vocab_size=vocabulary, **sizes, **heads, **special, **settings)))
 
 
+FULL_ATTENTION = {"layer_types": ["full_attention"] * 2}
 CHANGED_LOGITS = {
-    "capped": (Gemma2ForCausalLM, Gemma2Config, {"final_logit_softcapping": 5.0}),
-    "capped as published": (Gemma2ForCausalLM, Gemma2Config, {"final_logit_softcapping": 30.0}),
+    "capped": (Gemma2ForCausalLM, Gemma2Config, {"final_logit_softcapping": 5.0, **FULL_ATTENTION}),
+    "capped as published": (Gemma2ForCausalLM, Gemma2Config, {"final_logit_softcapping": 30.0, **FULL_ATTENTION}),
     "divided": (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 8.0}),
     "multiplied": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.0625}),
 }
 UNCHANGED_LOGITS = {
-    "no cap": (Gemma2ForCausalLM, Gemma2Config, {"final_logit_softcapping": None}),
+    "no cap": (Gemma2ForCausalLM, Gemma2Config, {"final_logit_softcapping": None, **FULL_ATTENTION}),
     "divided by 1": (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 1.0}),
 }
 
@@ -451,6 +454,13 @@ def test_the_same_architecture_is_accepted_where_it_leaves_logits_alone(saved, d
     policy = trainable(path, attention="eager")
     for layout in LAYOUTS:
         assert distance(from_chunks(policy.model, rows, layout, 7), from_whole_logits(policy.model, rows)) < 1e-5
+
+
+def test_a_model_with_sliding_windows_is_refused_as_its_kept_cache_would_count_the_holes(saved, demo_tokenizer):
+    settings = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+    path = saved(build(Qwen2ForCausalLM, Qwen2Config, len(demo_tokenizer), **settings))
+    with pytest.raises(LoadError, match="model.path .* sliding windows"):
+        Policy(ModelConfig(path=str(path)))
 
 
 def test_a_forward_pass_that_scales_logits_by_one_percent_is_refused(folder, monkeypatch):

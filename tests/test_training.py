@@ -181,7 +181,7 @@ def test_supervised_training_stops_when_the_loss_stays_nan(base, tmp_path, monke
     monkeypatch.setattr(train_sft, "sft_loss", lambda *a, **settings: loss(*a, **settings) * float("nan"))
     with pytest.raises(Diverged):
         train_sft.main(configure(base, tmp_path, "sft.steps=9", "sft.max_nonfinite_steps=3"))
-    assert [record["loss/sft"] for record in logged(tmp_path, "sft")] == ["NaN"] * 2
+    assert [record["loss/sft"] for record in logged(tmp_path, "sft")] == ["NaN"] * 3
     assert not (tmp_path / "sft").exists()
 
 
@@ -409,8 +409,8 @@ def test_training_stops_after_too_many_bad_steps_in_a_row(warm, tmp_path, monkey
     with pytest.raises(Diverged, match="3 updates in a row"):
         train_rl.main(configure(warm, tmp_path, *overrides))
     records = logged(tmp_path, "rl")
-    assert [record["loss/policy"] == "NaN" for record in records] == [True, False, True, True]
-    assert [record["loss/skipped_steps"] for record in records] == [1, 1, 2, 3]
+    assert [record["loss/policy"] == "NaN" for record in records] == [True, False, True, True, True]
+    assert [record["loss/skipped_steps"] for record in records] == [1, 1, 2, 3, 4]
     assert not (tmp_path / "rl").exists()
 
 
@@ -420,6 +420,19 @@ def test_nothing_is_evaluated_before_the_end_when_not_asked_for(warm, tmp_path):
     assert ["eval/real_success" in record for record in records] == [False, True]
     evaluated = [record for record in lines(tmp_path / "trajectories.jsonl") if record["split"] == "eval-real"]
     assert len(evaluated) == 1
+
+
+def test_how_often_it_is_evaluated_changes_nothing_that_is_trained(warm, tmp_path):
+    often, seldom = (
+        train_rl.main(configure(warm, tmp_path / name, "rl.steps=3", *settings))
+        for name, settings in [
+            ("often", ["eval.every=1", "eval.tasks=3"]),
+            ("seldom", ["eval.every=0", "eval.tasks=1"]),
+        ]
+    )
+    assert equal_weights(often, seldom)
+    rewards = [[record["reward/mean"] for record in logged(tmp_path / name, "rl")] for name in ("often", "seldom")]
+    assert rewards[0] == rewards[1]
 
 
 # Evaluation

@@ -19,7 +19,7 @@ from envace.config import ModelConfig
 from envace.demo.demonstrations import make_demonstrations
 from envace.demo.desk import CallCounter
 from envace.demo.model import build_model
-from envace.policy import Policy, merge_adapter
+from envace.policy import REFERENCE, Policy, merge_adapter
 
 pytestmark = pytest.mark.slow
 RUNS = [f"{kind}-{model}-{size}" for kind in ("sft", "rl") for model in ("base", "adapter") for size in (1, 4)]
@@ -184,6 +184,19 @@ def test_shares_are_contiguous_and_gathering_undoes_them(ranks):
     assert one["gathered"] == other["gathered"] == [0, 1, 2, 3, 4]
     assert one["any"] and other["any"]
     assert one["random"] != other["random"], "ranks sample different rollouts, reference or not"
+
+
+@pytest.mark.parametrize("scenario", ["lora-new", "lora-adapter-bfloat16"])
+def test_adapters_start_at_their_reference_and_leave_it(ranks, scenario):
+    for found in ranks(scenario):
+        before, after = found["kl"]
+        assert before == 0 and after > 1e-4
+        assert found["trained"] and all("lora" in name and REFERENCE not in name for name in found["trained"])
+
+
+def test_a_step_without_a_backward_pass_changes_nothing(ranks):
+    for found in ranks("nothing"):
+        assert found["unchanged"] and found["skipped"] == 0
 
 
 # Generation

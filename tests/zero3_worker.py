@@ -157,6 +157,31 @@ def optimizer_states(policy):
     return [safe_get_full_optimizer_state(p, key).clone() for p in trained(policy).values() for key in keys]
 
 
+def lora_start(folder, model, **settings):
+    """KL to the reference before and after an update with adapters, rollouts between: new ones, or those of an SFT."""
+    if model == "base":
+        settings["lora"] = LoraConfig(r=4)
+    policy, rows = fresh_policy(folder, model=model, **settings), make_rows()
+    found = {"kl": []}
+    for _ in range(2):
+        [batch, *_] = policy.micro_batches(rows, 2)
+        with torch.no_grad():
+            logprobs, _ = policy.logprobs(batch, 1.0)
+        found["kl"].append(float((policy.ref_logprobs(batch, 1.0) - logprobs).abs().max()))
+        sampled(policy, [[5, 6, 7]], budgets=[2])
+        accumulate(policy, rows, "rl", 2)
+        policy.step(0.01)
+    return found | {"trained": sorted(trained(policy))}
+
+
+def nothing_to_train(folder):
+    """A step without a backward pass."""
+    policy = fresh_policy(folder)
+    before = whole_weights(policy)
+    stepped = policy.step(0.1)
+    return stepped | {"unchanged": all(torch.equal(before[name], w) for name, w in whole_weights(policy).items())}
+
+
 def bad_gradients(folder, dtype):
     """An update, a bad one (only the last rank's loss is NaN), a good one, then bad ones until it stops."""
     policy, rows = fresh_policy(folder, dtype=dtype), make_rows()
@@ -181,6 +206,7 @@ def bad_gradients(folder, dtype):
     try:
         for _ in range(5):
             update(float("inf"))
+            policy.check_progress()
             found["infinite"] = policy.skipped_in_a_row
     except Diverged as error:
         found["stopped"] = str(error)
@@ -260,6 +286,11 @@ SCENARIOS = {
     "save_adapter": lambda folder: save_and_tell(folder, "adapter"),
     "bad-float32": lambda folder: bad_gradients(folder, "float32"),
     "bad-bfloat16": lambda folder: bad_gradients(folder, "bfloat16"),
+    "lora-new": lambda folder: lora_start(folder, "base"),
+    "lora-adapter-bfloat16": lambda folder: lora_start(
+        folder, "adapter", dtype="bfloat16", gradient_checkpointing=True, pack_tokens=24
+    ),
+    "nothing": nothing_to_train,
     "shares": shares,
     "idle_rank": idle_rank,
     **{

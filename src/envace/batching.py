@@ -127,7 +127,7 @@ def sft_rows(trajectories: list[Trajectory], roles: list[str]) -> list[Row]:
 
 
 def total_weight(rows: list[Row]) -> float:
-    """The denominator of the loss: the sum of all weights. With several ranks, the sum over ranks."""
+    """The denominator of the loss: the sum of all weights, of the rows of all ranks."""
     return sum(sum(row.weights) for row in rows)
 
 

@@ -20,11 +20,12 @@ from typing import Any, Protocol
 from envace.config import Config, settings_of
 from envace.types import UserError
 
-# Settings that a resumed run may change: they do not touch what is trained. Nor do those of the other stage.
+# Settings that a resumed run may change: they touch what is trained by rounding at most. Those of the other stage, too.
 FREE = ("checkpoint.", "eval.", "run_dir", "policy.logprob_chunk", "policy.gradient_checkpointing")
 OTHER_STAGE = {"sft": "rl.", "rl": "sft."}
 FIELDS = {"step", "world_size", "settings", "stateful"}
 FILES = "files.json"
+SHARED = "run_dir must be on a file system that all machines share"
 PARTIAL = ".partial"
 logger = logging.getLogger("envace")
 
@@ -51,6 +52,8 @@ class Shards(Protocol):
 
     def any_rank(self, flag: bool) -> bool: ...
 
+    def sum_over_ranks(self, value: float) -> float: ...
+
     def wait(self) -> None: ...
 
 
@@ -71,6 +74,9 @@ class Checkpoints:
     def resume(self) -> int:
         """The step to go on with; 0 for a new run. Raises CheckpointError if the last one does not fit this run."""
         folder = latest(self.root)
+        found = -1 if folder is None else int(folder.name.removeprefix("step-"))
+        if self.policy.any_rank(self.policy.sum_over_ranks(found) != found * self.policy.world_size):
+            raise CheckpointError(f"processes find different checkpoints in {self.root}: {SHARED}")
         if not self.config.checkpoint.resume:
             if folder is not None:
                 raise CheckpointError(
@@ -121,6 +127,7 @@ class Checkpoints:
             (partial / f"rank{self.policy.rank}.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
             self.policy.wait()
             if main:
+                self._check_ranks(partial)
                 (partial / FILES).write_text(json.dumps(_sizes(partial)), encoding="utf-8")
                 publish(partial, folder)
                 for old in complete(self.root)[: -self.config.checkpoint.keep]:
@@ -136,6 +143,11 @@ class Checkpoints:
 
     def __exit__(self, *exception: object) -> None:
         signal.signal(signal.SIGTERM, self._before)
+
+    def _check_ranks(self, partial: Path) -> None:
+        missing = [rank for rank in range(self.policy.world_size) if not (partial / f"rank{rank}.json").exists()]
+        if missing:
+            raise CheckpointError(f"checkpoint {partial} has nothing of process {missing[0]}: {SHARED}")
 
     def _read(self, folder: Path) -> dict[str, Any]:
         path = folder / f"rank{self.policy.rank}.json"
@@ -209,19 +221,20 @@ def _check_files(folder: Path) -> None:
 
 
 def publish(partial: Path, folder: Path) -> None:
-    """Give a complete folder its name; what had that name stays until then."""
+    """Give a complete folder its name. What had that name is moved aside just before, and then deleted."""
     _flush_to_disk(partial)
     replaced = folder.with_name(folder.name + ".replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
         folder.rename(replaced)
     partial.rename(folder)
+    _flush_to_disk(folder.parent, deep=False)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _flush_to_disk(folder: Path) -> None:
-    """Without it the new name may survive a power cut that the contents do not."""
-    for path in [*folder.rglob("*"), folder]:
+def _flush_to_disk(folder: Path, *, deep: bool = True) -> None:
+    """Without it a new name may survive a power cut that the contents do not, or the other way round."""
+    for path in [*folder.rglob("*"), folder] if deep else [folder]:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

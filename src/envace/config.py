@@ -202,6 +202,16 @@ COMBINATIONS: list[tuple[str, Callable[[Config], bool], str]] = [  # a key, what
         "AdamW loses small updates of bfloat16 weights: set policy.deepspeed (float32 masters) or policy.lora.r",
     ),
     (
+        "policy.rollout_weights",
+        lambda c: c.policy.rollout_weights == "gathered" or c.policy.deepspeed,
+        "only ZeRO-3 partitions weights: set policy.deepspeed",
+    ),
+    (
+        "policy.offload_reference",
+        lambda c: not c.policy.offload_reference or (c.policy.deepspeed and not c.policy.lora.r),
+        "only ZeRO-3 offloads a reference, and LoRA keeps none: set policy.deepspeed without policy.lora.r",
+    ),
+    (
         "model.add_missing_tokens",
         lambda c: not (c.model.add_missing_tokens and c.policy.lora.r),
         "adapters would not train the new embeddings: set policy.lora.r=0, or add the tokens in a full SFT first",

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
@@ -71,11 +72,13 @@ def run_workers(command: list[str], variables: dict[str, str]) -> int:
     def pass_on(*_: object) -> None:
         if launcher is None:
             sys.exit(128 + signal.SIGTERM)
-        workers = psutil.Process(launcher.pid).children()
-        for process in workers or [launcher]:
-            process.terminate()
+        with suppress(psutil.NoSuchProcess):  # it may just have ended
+            workers = psutil.Process(launcher.pid).children()
+            for process in workers or [launcher]:
+                process.terminate()
 
     signal.signal(signal.SIGTERM, pass_on)
+    signal.signal(signal.SIGHUP, pass_on)  # the terminal was closed
     # In a session of its own no signal to this process group reaches it by another way; interrupts are passed on, too.
     launcher = subprocess.Popen(command, env=variables, start_new_session=True)
     signal.signal(signal.SIGINT, lambda *_: launcher.send_signal(signal.SIGINT))
@@ -138,6 +141,8 @@ def environment(config: Config, processes: int, machines: Machines) -> dict[str,
 
 def _machines(options: argparse.Namespace) -> Machines:
     if options.nodes == 1:
+        if options.node_rank or options.main_address:
+            raise LaunchError("--node-rank and --main-address are for several machines: say how many with --nodes")
         return Machines(port=options.main_port or _free_port())
     if not options.main_address:
         raise LaunchError(

@@ -16,13 +16,21 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, DistributedType, gather_object, set_seed
+from accelerate.utils import (
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+    gather_object,
+    set_seed,
+)
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -40,6 +48,8 @@ from envace.memory import read_deepspeed
 from envace.scoring import Scorer, score_inputs
 from envace.types import Batch, Role, UserError, first_line
 
+# Ranks meet after a rollout, and one may have much longer to generate than another; the default is ten minutes.
+PATIENCE = timedelta(hours=6)
 ADAPTER, REFERENCE = "default", "reference"  # names of the adapters: what is trained, what it started from
 Item = TypeVar("Item")
 
@@ -88,6 +98,7 @@ class Policy:
         self.lm, self.tokenizer = self._load()
         if training:
             self.lm = _with_adapter(self.lm, model, sharding.lora)
+        _switch_dropout_off(self.lm)
         self.name = model.path
         self.chat = ChatFormat(self.tokenizer, thinking=thinking)
         self.scorer = Scorer(self.lm, self.model, sharding.logprob_chunk).to(self.accelerator.device)
@@ -97,6 +108,7 @@ class Policy:
         self.skipped_in_a_row = 0
         self.skipped_steps = 0
         self._last_backward = True
+        self._accumulated = False
 
     def _load(self) -> tuple[Any, Any]:
         """The same weights on every rank and at every call, new embeddings included."""
@@ -196,6 +208,14 @@ class Policy:
             zero["offload_param"] = {"device": "cpu"}
         self.reference, *_ = deepspeed.initialize(model=scorer, config=config | {"zero_optimization": zero})
         self.reference.eval()
+
+    @contextmanager
+    def own_randomness(self) -> Iterator[None]:
+        """Random states of its own, from the seed alone: what is sampled inside changes nothing that comes later."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(self.seed + self.rank)
+            yield
 
     @contextmanager
     def generating(self, sampling: SamplingConfig) -> Iterator[CachedGenerator]:
@@ -302,6 +322,7 @@ class Policy:
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of `loss`, which is normalised by the denominator of the whole global batch."""
+        self._accumulated = True
         # Ranks average their gradients, while their losses add up.
         loss = loss * self.world_size
         if self.is_sharded:
@@ -314,8 +335,11 @@ class Policy:
         """One optimizer step at learning rate `lr`. Returns grad_norm and skipped.
 
         A gradient that is not finite changes nothing: the step is skipped and counted, on all ranks alike, since they
-        know the same norm. Raises Diverged when that happened max_nonfinite_steps times in a row.
+        know the same norm. Without any backward pass since the last step nothing happens.
         """
+        accumulated, self._accumulated = self._accumulated, False
+        if self.is_sharded and not accumulated:  # DeepSpeed would look for gradients
+            return {"grad_norm": 0.0, "skipped": 0.0}
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         if self.is_sharded:
@@ -331,12 +355,15 @@ class Policy:
             self.optimizer.zero_grad(set_to_none=True)
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         self.skipped_steps += not finite
+        return {"grad_norm": grad_norm, "skipped": float(not finite)}
+
+    def check_progress(self) -> None:
+        """Raise Diverged when max_nonfinite_steps updates in a row were skipped. For after the step was logged."""
         if self.skipped_in_a_row >= self.max_nonfinite_steps:
             raise Diverged(
                 f"{self.skipped_in_a_row} updates in a row had a gradient that is not finite; "
                 "lower the learning rate or look at the losses in metrics.jsonl"
             )
-        return {"grad_norm": grad_norm, "skipped": float(not finite)}
 
     # Between ranks
 
@@ -437,7 +464,10 @@ def _accelerator(model: ModelConfig, sharding: PolicyConfig) -> Accelerator:
             # Without `cpu`, accelerate takes every CPU process for the only one.
             cpu=not torch.cuda.is_available(),
             mixed_precision="no",  # not from the environment
-            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],  # they are constants
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(broadcast_buffers=False),  # they are constants
+                InitProcessGroupKwargs(backend=None, timeout=PATIENCE),
+            ],
         )
     if not torch.cuda.is_available() and not sharding.cpu:
         raise UserError(
@@ -447,7 +477,7 @@ def _accelerator(model: ModelConfig, sharding: PolicyConfig) -> Accelerator:
     # accelerate reads this switch when its state is created, which on a CPU has to be before the Accelerator: it would
     # take every process for the first one.
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(**({} if torch.cuda.is_available() else {"backend": "gloo"}))
+    PartialState(timeout=PATIENCE, **({} if torch.cuda.is_available() else {"backend": "gloo"}))
     half = model.dtype == "bfloat16"
     plugin = DeepSpeedPlugin(hf_ds_config=_deepspeed_config(sharding.deepspeed, half))
     return Accelerator(deepspeed_plugin=plugin, mixed_precision="bf16" if half else "no")
@@ -482,9 +512,12 @@ def _load(config: ModelConfig) -> tuple[Any, Any]:
             model = PeftModel.from_pretrained(model, config.path, adapter_name=ADAPTER, is_trainable=True)
     except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, SafetensorError) as e:
         raise LoadError(f"{where} cannot be loaded ({first_line(e)}); give a folder or hub name of a causal LM") from e
-    if not all(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=model.config).layers):
-        raise LoadError(f"{where} keeps more than keys and values between tokens, from which rollouts could not go on")
-    _switch_dropout_off(model)
+    # Exactly this kind: a sliding window would count the holes that a kept cache has.
+    if not all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers):
+        raise LoadError(
+            f"{where} has sliding windows or keeps more than keys and values between tokens, so rollouts cannot go on "
+            "from its cache; take a model of full attention"
+        )
     vocabulary = set(tokenizer.get_vocab())
     if not vocabulary - set(tokenizer.all_special_tokens):
         # transformers makes an empty tokenizer where the files of one are missing.
@@ -518,11 +551,11 @@ def _with_adapter(lm: Any, model: ModelConfig, lora: LoraSettings) -> Any:
             return get_peft_model(lm, config, adapter_name=ADAPTER)
         except ValueError as e:
             raise LoadError(f"policy.lora.targets={targets}: {first_line(e)}") from e
-    saved = lm.peft_config[ADAPTER].r
-    if saved != lora.r:
+    saved = lm.peft_config[ADAPTER]
+    if (saved.r, saved.lora_alpha) != (lora.r, lora.alpha):
         raise LoadError(
-            f"model.path {model.path!r} is an adapter of rank {saved} and policy.lora.r is {lora.r}: "
-            f"set policy.lora.r={saved}, or merge it into its base first"
+            f"model.path {model.path!r} is an adapter with r={saved.r}, alpha={saved.lora_alpha}, and policy.lora has "
+            f"r={lora.r}, alpha={lora.alpha}: use the same, or merge the adapter into its base first"
         )
     lm.load_adapter(model.path, adapter_name=REFERENCE, is_trainable=False)
     lm.set_adapter(ADAPTER)

@@ -174,7 +174,7 @@ class Tracker:
         return record["stage"] != self.name or record["step"] < first_step
 
     def _append(self, file: str, records: list[dict[str, Any]]) -> None:
-        lines = [json.dumps(_without_nan(record), allow_nan=False) + "\n" for record in records]
+        lines = [json.dumps(without_nan(record), allow_nan=False) + "\n" for record in records]
         with _writing(self.run_dir / file), (self.run_dir / file).open("a", encoding="utf-8") as stream:
             stream.writelines(lines)
 
@@ -210,11 +210,12 @@ def trajectory_record(trajectory: Trajectory, decode: Callable[[list[int]], str]
     }
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
+    """JSON has no word for numbers that are not finite: they become text."""
     if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
+        return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_without_nan(item) for item in value]
+        return [without_nan(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

@@ -226,7 +226,7 @@ class Batch:
     attention_mask: None if the sequences are packed, one behind the other in one row: position_ids start anew there.
     weights: the loss weight of a token; 0 on context and padding.
     advantages: the advantage of the output a token belongs to; 0 on context and padding.
-    old_logprobs, ref_logprobs: filled by the policy, None while not needed.
+    old_logprobs, ref_logprobs: filled before the update, None while not needed.
     num_scored: how many tokens carry weight, the most of any rank, as ranks compute them in equally many chunks.
     """
 
