@@ -30,7 +30,7 @@ from envace.evaluation import assign_rewards, evaluate_policy, unfold
 from envace.losses import policy_loss
 from envace.memory import describe
 from envace.metrics import advantage_metrics, rollout_metrics
-from envace.policy import Policy, learning_rate
+from envace.policy import Policy, check_output, learning_rate
 from envace.tracking import Tracker, logger, run
 from envace.types import Batch, Trajectory
 
@@ -39,6 +39,8 @@ HEADLINE = ("reward/mean", "loss/kl", "loss/entropy", "eval/real_success", "eval
 
 
 def main(config: Config) -> Path:
+    output = Path(config.run_dir) / "rl"
+    check_output(output, config.model.path)
     policy = Policy(config.model, config.policy, thinking=config.rollout.thinking, seed=config.seed, training=True)
     policy.prepare_training(
         lr=config.rl.lr,
@@ -52,7 +54,6 @@ def main(config: Config) -> Path:
         logger.info(describe(config, policy.model.config, policy.num_parameters, policy.world_size, "rl"))
     source = open_source(config.data)
     sampler = Sampler(source.train_tasks(), config.seed)
-    output = Path(config.run_dir) / "rl"
     checkpoints = Checkpoints(policy, config, "rl", {"sampler": sampler, "env_calls": source.counter})
     first = checkpoints.resume()
     with (

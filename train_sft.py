@@ -17,11 +17,13 @@ from envace.config import Config
 from envace.data import Sampler, demonstration, open_source
 from envace.losses import sft_loss
 from envace.memory import describe
-from envace.policy import Policy, learning_rate
+from envace.policy import Policy, check_output, learning_rate
 from envace.tracking import Tracker, logger, run
 
 
 def main(config: Config) -> Path:
+    output = Path(config.run_dir) / "sft"
+    check_output(output, config.model.path)
     source = open_source(config.data)
     policy = Policy(
         config.model,
@@ -41,7 +43,6 @@ def main(config: Config) -> Path:
     )
     if policy.is_sharded:
         logger.info(describe(config, policy.model.config, policy.num_parameters, policy.world_size, "sft"))
-    output = Path(config.run_dir) / "sft"
     recorded = source.demonstrations()
     separate = config.rollout.view == "separate"
     sampler = Sampler([demonstration(*dialogue, policy.chat, separate=separate) for dialogue in recorded], config.seed)

@@ -145,6 +145,7 @@ class TestDeepSpeed:
             ("[]", "set zero_optimization.stage to 3"),
             ('{"zero_optimization": {"stage": 2}}', "set zero_optimization.stage to 3"),
             ('{"zero_optimization": 3}', "set zero_optimization.stage to 3"),
+            ('{"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}}', "remove 'optimizer'"),
         ],
     )
     def test_a_bad_json(self, tmp_path, text, message):

@@ -15,11 +15,11 @@ BASE = {"types", "config", "__init__"}
 PURE = {"advantages", "losses", "batching", "rewards", "metrics"}
 LAYERS = [
     BASE,
-    {"prompts"} | PURE,
+    {"prompts", "checklist"} | PURE,
     {"chat", "environments", "scoring", "checkpoints", "memory"},
     {"episodes"},
     {"rehearsal", "generation", "demo"},
-    {"policy", "data", "tracking", "report", "judge", "benchmarks"},
+    {"policy", "data", "cm2", "verdicts", "tracking", "report", "judge", "benchmarks"},
     {"evaluation", "doctor", "launch", "merge"},
     {"entry point"},
 ]

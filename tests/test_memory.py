@@ -136,7 +136,7 @@ class TestZeRO3:
         assert estimated["weights"] > 0
 
     def test_offload_to_none_is_no_offload(self):
-        zero = {"offload_optimizer": {"device": "none"}, "reduce_bucket_size": "auto"}
+        zero = {"offload_optimizer": {"device": "none"}}
         assert estimate(qwen3_8b(), QWEN3_8B, 8, "rl", zero) == estimate(qwen3_8b(), QWEN3_8B, 8, "rl")
 
     def test_parameter_and_reference_offload(self):

@@ -20,7 +20,7 @@ from envace.demo.demonstrations import make_demonstrations
 from envace.demo.desk import CallCounter
 from envace.demo.model import CHAT_TEMPLATE, build_model
 from envace.losses import policy_loss, sft_loss
-from envace.policy import Diverged, LoadError, Policy, SaveError, learning_rate
+from envace.policy import Diverged, LoadError, Policy, SaveError, check_output, learning_rate
 from envace.types import Evidence, Request, Role, Segment, Sequence
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.01, "grad_clip": 1.0, "max_nonfinite_steps": 3, "with_reference": False}
@@ -356,11 +356,32 @@ def test_saving_replaces_what_an_interrupted_save_left(base, tmp_path):
     policy = Policy(ModelConfig(path=str(base)))
     for name in ("saved", "saved.partial"):
         (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
         (tmp_path / name / "leftover.txt").write_text("old")
     policy.save(tmp_path / "saved")
     assert not (tmp_path / "saved.partial").exists()
     assert not (tmp_path / "saved" / "leftover.txt").exists()
     assert (tmp_path / "saved" / "model.safetensors").exists()
+
+
+def test_a_folder_that_is_no_model_is_never_replaced(base, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}")
+    with pytest.raises(SaveError, match="is no model"):
+        Policy(ModelConfig(path=str(base))).save(tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_result_may_not_replace_what_it_starts_from(tmp_path):
+    for name in ("base", "adapter"):
+        (tmp_path / name).mkdir()
+    config = {"base_model_name_or_path": str(tmp_path / "base")}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    for output in ("base", "adapter", "."):
+        with pytest.raises(SaveError, match="would replace"):
+            check_output(tmp_path / output, str(tmp_path / "adapter"))
+    check_output(tmp_path / "other", str(tmp_path / "adapter"))
+    check_output(tmp_path / "base" / "sft", str(tmp_path / "base"))
 
 
 def test_an_interrupted_save_leaves_the_old_folder_whole(base, tmp_path, monkeypatch):

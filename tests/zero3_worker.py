@@ -45,9 +45,11 @@ def make_rows(lengths=(3, 9, 4, 7, 2, 12, 5)):
 
 
 def deepspeed_file(folder):
-    """The project's own settings, but every weight is partitioned, however small."""
+    """The project's own settings, but every weight is partitioned, however small; and with what a user may leave."""
     config = json.loads((ROOT / "configs" / "deepspeed" / "zero3.json").read_text())
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    del config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"]
+    config |= {"gradient_clipping": "auto", "train_batch_size": "auto"}
     path = folder / f"zero3.{torch.distributed.get_rank() if torch.distributed.is_initialized() else 0}.json"
     path.write_text(json.dumps(config))
     return str(path)

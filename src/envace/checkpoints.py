@@ -7,6 +7,7 @@ when it is complete, so a kill at any moment leaves the one before it usable. Th
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ from envace.types import UserError
 # Settings that a resumed run may change: they touch what is trained by rounding at most. Those of the other stage, too.
 FREE = ("checkpoint.", "eval.", "run_dir", "policy.logprob_chunk", "policy.gradient_checkpointing")
 OTHER_STAGE = {"sft": "rl.", "rl": "sft."}
-FIELDS = {"step", "world_size", "settings", "stateful"}
+FIELDS = {"step", "world_size", "settings", "start", "stateful"}
 FILES = "files.json"
 SHARED = "run_dir must be on a file system that all machines share"
 PARTIAL = ".partial"
@@ -70,6 +71,7 @@ class Checkpoints:
         self.free = (*FREE, OTHER_STAGE[stage])
         self.stateful = stateful
         self._asked_to_stop = False
+        self._started_from: dict[str, str] | None = None
 
     def resume(self) -> int:
         """The step to go on with; 0 for a new run. Raises CheckpointError if the last one does not fit this run."""
@@ -90,6 +92,11 @@ class Checkpoints:
         state = self._read(folder)
         self._check(folder, state)
         _check_files(folder)
+        if self.policy.any_rank(self.policy.rank == 0 and state["start"] != self._start()):
+            raise CheckpointError(
+                f"{folder} belongs to a run that started from other files than {self.config.model.path} and "
+                f"{self.config.policy.deepspeed or 'no DeepSpeed JSON'} hold now: restore them, or begin a new run"
+            )
         self.policy.load_state(folder)
         for name, item in self.stateful.items():
             item.load_state_dict(state["stateful"][name])
@@ -100,7 +107,9 @@ class Checkpoints:
         """Save if it is time, or if SIGTERM came on any rank; then also end the program, with exit code 0."""
         done, every = step + 1, self.config.checkpoint.every
         stop = self.policy.any_rank(self._asked_to_stop) and done < last
-        if stop or (every > 0 and done % every == 0):
+        # With one at the end, a finished run that is started again ends at once.
+        at_end = done == last and (every > 0 or self.config.checkpoint.resume)
+        if stop or at_end or (every > 0 and done % every == 0):
             self.save(done)
         if stop:
             logger.info("SIGTERM: stopped after step %d; go on with checkpoint.resume=true", done)
@@ -122,6 +131,7 @@ class Checkpoints:
                 "step": done,
                 "world_size": self.policy.world_size,
                 "settings": settings_of(self.config),
+                "start": self._start() if main else {},
                 "stateful": {name: item.state_dict() for name, item in self.stateful.items()},
             }
             (partial / f"rank{self.policy.rank}.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
@@ -143,6 +153,14 @@ class Checkpoints:
 
     def __exit__(self, *exception: object) -> None:
         signal.signal(signal.SIGTERM, self._before)
+
+    def _start(self) -> dict[str, str]:
+        """SHA-256 of the files that the run started from: reference weights and DeepSpeed's settings."""
+        if self._started_from is None:
+            files = sorted(Path(self.config.model.path).glob("*.safetensors"))
+            files += [Path(self.config.policy.deepspeed)] if self.config.policy.deepspeed else []
+            self._started_from = {path.name: _sha256(path) for path in files}
+        return self._started_from
 
     def _check_ranks(self, partial: Path) -> None:
         missing = [rank for rank in range(self.policy.world_size) if not (partial / f"rank{rank}.json").exists()]
@@ -198,6 +216,11 @@ def complete(root: Path) -> list[Path]:
 
 def latest(root: Path) -> Path | None:
     return next(iter(complete(root)[::-1]), None)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -281,7 +281,10 @@ def describe(config: Config, hf_config: Any, parameters: int, ranks: int, stage:
 
 
 def read_deepspeed(path: str) -> dict[str, Any]:
-    """The settings in a DeepSpeed JSON. Raises UserError unless it can be read and is of ZeRO stage 3."""
+    """The settings in a DeepSpeed JSON; what is "auto" there is left out, so that DeepSpeed's default holds.
+
+    Raises UserError unless it can be read, is of ZeRO stage 3 and leaves optimizer and schedule to this program.
+    """
     try:
         settings = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -290,7 +293,14 @@ def read_deepspeed(path: str) -> dict[str, Any]:
     zero = settings.get("zero_optimization") if isinstance(settings, dict) else None
     if not isinstance(zero, dict) or zero.get("stage") != 3:
         raise UserError(f"policy.deepspeed={path}: set zero_optimization.stage to 3, as in configs/deepspeed/")
-    return settings
+    if taken := [name for name in ("optimizer", "scheduler") if name in settings]:
+        raise UserError(f"policy.deepspeed={path}: remove {taken[0]!r}, which sft.lr, rl.lr and their like decide")
+    return _without_auto(settings)
+
+
+def _without_auto(settings: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in settings.items() if value != "auto"}
+    return {key: _without_auto(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 def _offloaded(zero: Mapping[str, Any], what: Literal["param", "optimizer"]) -> bool:
@@ -298,6 +308,4 @@ def _offloaded(zero: Mapping[str, Any], what: Literal["param", "optimizer"]) -> 
 
 
 def _number(zero: Mapping[str, Any], key: str, default: float) -> float:
-    """ "auto" stands for the default."""
-    value = zero.get(key, default)
-    return default if value == "auto" else float(value)
+    return float(zero.get(key, default))

@@ -51,6 +51,7 @@ from envace.types import Batch, Role, UserError, first_line
 # Ranks meet after a rollout, and one may have much longer to generate than another; the default is ten minutes.
 PATIENCE = timedelta(hours=6)
 ADAPTER, REFERENCE = "default", "reference"  # names of the adapters: what is trained, what it started from
+ADAPTER_CONFIG = "adapter_config.json"
 Item = TypeVar("Item")
 
 
@@ -438,15 +439,38 @@ def learning_rate(step: int, *, steps: int, peak: float, warmup: float, schedule
 
 
 def merge_adapter(adapter: Path, output: Path, config: ModelConfig) -> None:
-    """Write the model that `adapter` makes of its base as an ordinary Hugging Face folder."""
+    """Write the model that `adapter` makes of its base as an ordinary Hugging Face folder.
+
+    Raises LoadError or SaveError; what the merge is made of is never overwritten.
+    """
+    output = output.resolve()
+    check_output(output, str(adapter))
     lm, tokenizer = _load(replace(config, path=str(adapter)))
     if not isinstance(lm, PeftModel):
         raise LoadError(f"{adapter} is no adapter: it has no adapter_config.json")
     _write(lm.merge_and_unload(), tokenizer, output)
 
 
+def check_output(output: Path, model_path: str) -> None:
+    """Raise SaveError if a model written to `output` would replace what it starts from, an adapter's base included."""
+    sources = [Path(model_path)]
+    if (sources[0] / ADAPTER_CONFIG).exists():
+        base = json.loads((sources[0] / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        sources.append(Path(base or model_path))
+    for source in sources:
+        if source.exists() and output.resolve() in [source.resolve(), *source.resolve().parents]:
+            raise SaveError(f"the result would replace {source}, which it starts from: choose another folder")
+
+
+def is_model(path: Path) -> bool:
+    """Whether a folder is a model or an adapter as they are written here."""
+    return (path / "config.json").exists() or (path / ADAPTER_CONFIG).exists()
+
+
 def _write(lm: Any, tokenizer: Any, path: Path, **what: Any) -> None:
     """A Hugging Face folder, complete or absent. Raises SaveError."""
+    if path.exists() and not is_model(path):
+        raise SaveError(f"{path} is there already and is no model: name another folder, or remove it")
     partial = path.with_name(path.name + PARTIAL)
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -474,18 +498,27 @@ def _accelerator(model: ModelConfig, sharding: PolicyConfig) -> Accelerator:
             f"policy.deepspeed={sharding.deepspeed} shards over NVIDIA GPUs and none was found; "
             "`make demo` runs on a CPU (policy.cpu=true allows CPU processes, for tests)"
         )
+    half = model.dtype == "bfloat16"
+    plugin_config = _deepspeed_config(sharding.deepspeed, half)
+    if "RANK" not in os.environ:
+        raise UserError(
+            f"policy.deepspeed={sharding.deepspeed} wants a process for each GPU: start with `make sft` or `make rl`, "
+            "or `python -m envace.launch train_rl.py ...`"
+        )
     # accelerate reads this switch when its state is created, which on a CPU has to be before the Accelerator: it would
     # take every process for the first one.
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     PartialState(timeout=PATIENCE, **({} if torch.cuda.is_available() else {"backend": "gloo"}))
-    half = model.dtype == "bfloat16"
-    plugin = DeepSpeedPlugin(hf_ds_config=_deepspeed_config(sharding.deepspeed, half))
+    plugin = DeepSpeedPlugin(hf_ds_config=plugin_config)
     return Accelerator(deepspeed_plugin=plugin, mixed_precision="bf16" if half else "no")
 
 
 def _deepspeed_config(path: str, half: bool) -> dict[str, Any]:
     """The file, and what this program decides. Batch sizes are placeholders: micro-batches are formed here."""
-    return read_deepspeed(path) | {
+    config = read_deepspeed(path)
+    # Without it there would be nothing to export in the end.
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    return config | {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "bf16": {"enabled": half},
@@ -499,7 +532,7 @@ def _load(config: ModelConfig) -> tuple[Any, Any]:
     if not Path(config.path).exists() and (config.path.count("/") > 1 or config.path.startswith(("/", ".", "~"))):
         raise LoadError(f"{where} is no folder; give an existing one, such as that of an earlier stage, or a hub name")
     options = {"trust_remote_code": config.trust_remote_code}
-    is_adapter = (Path(config.path) / "adapter_config.json").exists()
+    is_adapter = (Path(config.path) / ADAPTER_CONFIG).exists()
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.path, **options)
         model = AutoModelForCausalLM.from_pretrained(

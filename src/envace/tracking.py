@@ -58,6 +58,8 @@ def run(main: Callable[[Config], object], description: str) -> None:
         main(config)
     except UserError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted: nothing was saved; SIGTERM saves a checkpoint first")
 
 
 class Tracker:
