@@ -37,7 +37,7 @@ class Outage:
     def __init__(self, endpoints: Sequence[str], *, max_unknown_share: float, max_minutes: float):
         self.max_unknown_share = max_unknown_share
         self.max_minutes = max_minutes
-        self._endpoints = list(endpoints)
+        self._endpoints = list(dict.fromkeys(endpoints))  # one may be named twice, to get more of the requests
         self._since: dict[str, float] = {}
         self._failures: Counter[str] = Counter()
 
