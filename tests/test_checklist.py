@@ -243,6 +243,7 @@ def _play(lists, turns, dependence):
 
 @given(dialogues(), st.booleans())
 @settings(max_examples=200, deadline=None)
+@pytest.mark.slow
 def test_the_reward_is_what_every_possible_outcome_agrees_on(dialogue, dependence):
     lists, turns = dialogue
     possible = oracle(lists, turns, dependence)

@@ -18,6 +18,8 @@ from envace.cm2 import FileError, Message, RowError, assistant_text, keep_within
 from envace.data import demonstration
 from envace.types import Role, ToolCall
 
+pytestmark = pytest.mark.slow  # all together, though each alone is quick
+
 DATA = Path(__file__).parent / "data"
 RL, SFT = DATA / "cm2_rl.json", DATA / "cm2_sft.json"
 RL_ROWS, SFT_ROWS = (json.loads(path.read_text(encoding="utf-8")) for path in (RL, SFT))

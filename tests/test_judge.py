@@ -19,6 +19,8 @@ from envace.judge import Judge, JudgeConfig, seen_messages
 from envace.types import ToolCall, UserError
 from envace.verdicts import JudgeError, JudgeOutage, Outage, VerdictCache, read_verdict
 
+pytestmark = pytest.mark.slow  # all together, though each alone is quick
+
 KEY = "sk-test-1234567890abcdef"
 YES, NO = Reply(verdict(True)), Reply(verdict(False))
 
@@ -567,7 +569,6 @@ def test_no_verdict_is_lost_or_counted_twice_among_many():
     judge_all(latency=0.002)
 
 
-@pytest.mark.slow
 def test_many_checks_take_little_more_than_the_ideal_time(monkeypatch, capsys):
     monkeypatch.setattr(judge_module, "FIRST_BACKOFF", 0.5)
     _, seconds, log = judge_all(LATENCY)
