@@ -260,7 +260,7 @@ class Policy:
 
         0 where no token is trained. Dropout is off: old and new log-probabilities of the same weights are equal.
         """
-        # Hugging Face recomputes activations only in training mode; there is no dropout in it, see `_load`.
+        # Hugging Face recomputes activations only in training mode; `_switch_dropout_off` saw to the rest.
         self.engine.train(self.sharding.gradient_checkpointing)
         return self.engine(**self._inputs(batch), temperature=temperature, with_entropy=with_entropy)
 
