@@ -4,77 +4,109 @@
 
 Writes <run_dir>/evaluation.json: real success with a 95% bootstrap interval over tasks, greedy success, right final
 states, rehearsed success, imagination gap, rehearsal fidelity by round, success by kind, and the success of every task.
+Data without an executable environment (CM2) has rehearsed runs only, and the interval is of rehearsed success.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from envace.config import Config, SamplingConfig
-from envace.data import Source, open_source
+from envace.data import ExecutableSource, Source, open_source, tasks_within
 from envace.evaluation import assign_rewards, evaluate_policy, success, success_by_task, unfold
 from envace.metrics import bootstrap_ci
 from envace.policy import Policy
+from envace.referee import Referee
 from envace.tracking import Tracker, run
-from envace.types import Trajectory
+from envace.types import Task, Trajectory, UserError
 
 
 def main(config: Config) -> dict[str, Any]:
-    policy = Policy(config.model, config.policy, thinking=config.rollout.thinking, seed=config.seed)
-    source = open_source(config.data)
-    with Tracker(
-        config.run_dir, config, name="evaluation", total_steps=1, decode=policy.decode, enabled=policy.is_main
-    ) as tracker:
-        results = evaluate(policy, config, source, tracker)
-        tracker.log(0, {f"eval/{key}": value for key, value in results.items() if isinstance(value, float)})
+    with Referee(config) as referee:
+        policy = Policy(config.model, config.policy, thinking=config.rollout.thinking, seed=config.seed)
+        source = open_source(config)
+        with Tracker(
+            config.run_dir, config, name="evaluation", total_steps=1, decode=policy.decode, enabled=policy.is_main
+        ) as tracker:
+            results = evaluate(policy, config, source, referee, tracker)
+            tracker.log(0, {f"eval/{key}": value for key, value in results.items() if isinstance(value, float)})
     if policy.is_main:
         path = Path(config.run_dir) / "evaluation.json"
         path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return results
 
 
-def evaluate(policy: Policy, config: Config, source: Source, tracker: Tracker) -> dict[str, Any]:
-    tasks = source.eval_tasks()[: config.eval.tasks or None]
+def evaluate(policy: Policy, config: Config, source: Source, referee: Referee, tracker: Tracker) -> dict[str, Any]:
+    tasks = tasks_within(source.eval_tasks(), policy.chat, config.data.max_prompt_tokens)[: config.eval.tasks or None]
+    if not tasks:
+        raise UserError("there are no held-out tasks: set data.eval_path")
     samples = config.eval.samples
-    with tracker.progress(len(tasks) * (2 * samples + 1), "evaluate") as bar:
-        metrics, unfolded = evaluate_policy(policy, tasks, config, source, on_done=bar.update)
-        greedy, _ = unfold(
-            policy,
-            tasks,
-            config,
-            source,
-            environment="real",
-            purpose="evaluation",
-            sampling=SamplingConfig(temperature=0.0),
-            samples=1,
-            on_done=bar.update,
-        )
-    assign_rewards(greedy, source)
-    unfolded["greedy"] = policy.gather(greedy)
+    is_executable = isinstance(source, ExecutableSource)
+    with tracker.progress(len(tasks) * (2 * samples + 1 if is_executable else samples), "evaluate") as bar:
+        metrics, unfolded = evaluate_policy(policy, tasks, config, source, referee, on_done=bar.update)
+        if is_executable:
+            unfolded["greedy"] = greedy_runs(policy, tasks, config, source, referee, on_done=bar.update)
     for name, trajectories in unfolded.items():
         tracker.trajectories(0, f"eval-{name}", trajectories)
-    by_task = success_by_task(unfolded["real"], samples)
+    judged = referee.end_step(policy.sum_over_ranks)
+    # What is not called rehearsed is about real runs, where there are any.
+    runs = unfolded["real" if is_executable else "rehearsed"]
+    by_task = success_by_task(runs, samples)
     known = [value for value in by_task if value is not None]
     return {
         "model": config.model.path,
         "tasks": len(tasks),
         "samples": samples,
-        "unknown_rewards": sum(t.reward is None for t in unfolded["real"]),
-        "real_success": metrics["eval/real_success"],
+        "unknown_rewards": sum(t.reward is None for t in runs),
         "ci": bootstrap_ci(known) if known else [float("nan")] * 2,
+        "rehearsed_success": metrics["eval/rehearsed_success"],
+        "rehearsed_reward": metrics["eval/rehearsed_reward"],
+        **(real_results(metrics, unfolded) if is_executable else {}),
+        **judged,
+        "by_kind": by_kind(runs),
+        "success_by_task": by_task,
+    }
+
+
+def real_results(metrics: dict[str, float], unfolded: dict[str, list[Trajectory]]) -> dict[str, Any]:
+    return {
+        "real_success": metrics["eval/real_success"],
         "greedy": success(unfolded["greedy"]),
         "right_final_state": metrics["eval/right_final_state"],
-        "rehearsed_success": metrics["eval/rehearsed_success"],
         "imagination_gap": metrics["eval/imagination_gap"],
         "fidelity_by_round": {
             key.removeprefix("fidelity/round_"): share for key, share in metrics.items() if key.startswith("fidelity/")
         },
-        "by_kind": by_kind(unfolded["real"]),
-        "success_by_task": by_task,
     }
+
+
+def greedy_runs(
+    policy: Policy,
+    tasks: list[Task],
+    config: Config,
+    source: Source,
+    referee: Referee,
+    on_done: Callable[[int], object],
+) -> list[Trajectory]:
+    """One run of each task in the real environment, without sampling."""
+    trajectories, _ = unfold(
+        policy,
+        tasks,
+        config,
+        source,
+        referee,
+        environment="real",
+        purpose="evaluation",
+        sampling=SamplingConfig(temperature=0.0),
+        samples=1,
+        on_done=on_done,
+    )
+    assign_rewards(trajectories, config.reward.name)
+    return policy.gather(trajectories)
 
 
 def by_kind(trajectories: list[Trajectory]) -> dict[str, float]:

@@ -7,7 +7,7 @@ One step, as the algorithm has it:
 | stage       | function                                   | equation                                                 |
 | tasks       | Sampler.next                               | x ~ D                                                    |
 | episodes    | unfold (rollout over Rehearsed)            | tau_1..K ~ pi(. | x), ACT and REHEARSE in turn           |
-| rewards     | assign_rewards                             | R_i in {0, 1}, None if unknown                           |
+| rewards     | assign_rewards over REWARDS                | R_i in [0, 1], None if unknown                           |
 | advantages  | group_advantages over BASELINES            | A = (R - mean_{x,role}) / (std_{x,role} + eps)           |
 | logprobs    | Policy.logprobs, Policy.ref_logprobs       | log pi, log pi_old, log pi_ref of each token             |
 | loss        | policy_loss                                | -min(ratio A, clip(ratio) A) + kl_coef KL(pi || ref)     |
@@ -25,14 +25,15 @@ from envace.advantages import BASELINES, group_advantages
 from envace.batching import output_table, rows_from_trajectories, total_weight
 from envace.checkpoints import Checkpoints
 from envace.config import Config
-from envace.data import Sampler, Source, open_source
+from envace.data import Sampler, Source, open_source, tasks_within
 from envace.evaluation import assign_rewards, evaluate_policy, unfold
 from envace.losses import policy_loss
 from envace.memory import describe
 from envace.metrics import advantage_metrics, rollout_metrics
 from envace.policy import Policy, check_output, learning_rate
+from envace.referee import Referee
 from envace.tracking import Tracker, logger, run
-from envace.types import Batch, Trajectory
+from envace.types import Batch, Interruption, Task, Trajectory, UserError
 
 PURPOSES = ("training", "evaluation", "fidelity")  # what the executable environment was called for
 HEADLINE = ("reward/mean", "loss/kl", "loss/entropy", "eval/real_success", "eval/imagination_gap", "time/rollout")
@@ -41,6 +42,7 @@ HEADLINE = ("reward/mean", "loss/kl", "loss/entropy", "eval/real_success", "eval
 def main(config: Config) -> Path:
     output = Path(config.run_dir) / "rl"
     check_output(output, config.model.path)
+    referee = Referee(config)
     policy = Policy(config.model, config.policy, thinking=config.rollout.thinking, seed=config.seed, training=True)
     policy.prepare_training(
         lr=config.rl.lr,
@@ -52,11 +54,17 @@ def main(config: Config) -> Path:
     )
     if policy.is_sharded:
         logger.info(describe(config, policy.model.config, policy.num_parameters, policy.world_size, "rl"))
-    source = open_source(config.data)
-    sampler = Sampler(source.train_tasks(), config.seed)
+    source = open_source(config)
+    longest, at_once = config.data.max_prompt_tokens, config.rl.prompts_per_step
+    train_tasks = tasks_within(source.train_tasks(), policy.chat, longest)
+    if len(train_tasks) < at_once:
+        raise UserError(f"rl.prompts_per_step={at_once} would draw a task twice: there are {len(train_tasks)}")
+    sampler = Sampler(train_tasks, config.seed)
+    held_out = tasks_within(source.eval_tasks(), policy.chat, longest)[: config.eval.tasks or None]
     checkpoints = Checkpoints(policy, config, "rl", {"sampler": sampler, "env_calls": source.counter})
     first = checkpoints.resume()
     with (
+        referee,
         Tracker(
             config.run_dir,
             config,
@@ -78,13 +86,15 @@ def main(config: Config) -> Path:
                 tasks,
                 config,
                 source,
+                referee,
                 environment=config.rollout.environment,
                 purpose="training",
                 sampling=config.sampling,
                 samples=config.rl.group_size,
             )
-            assign_rewards(trajectories, source)
+            assign_rewards(trajectories, config.reward.name)
             trajectories = policy.gather(trajectories)
+            judged = referee.end_step(policy.sum_over_ranks)
             rolled_out = time.perf_counter()
 
             rewards, group_ids, role_ids, trajectory_ids = output_table(trajectories)
@@ -102,14 +112,15 @@ def main(config: Config) -> Path:
                 **rollout_metrics(trajectories),
                 **advantage_metrics(advantages, role_ids),
                 **update_metrics,
+                **judged,
                 "time/rollout": rolled_out - started,
                 "time/update": updated - rolled_out,
                 "throughput/sampled_tokens_per_second": policy.sum_over_ranks(sampled_tokens) / (rolled_out - started),
                 "throughput/trained_tokens_per_second": trained_tokens(trajectories, config) / (updated - rolled_out),
             }
             tracker.trajectories(step, "train", trajectories)
-            if is_due(step, config):
-                metrics |= evaluate_held_out(policy, config, source, step, tracker)
+            if held_out and is_due(step, config):
+                metrics |= evaluate_held_out(policy, held_out, config, source, referee, step, tracker)
             metrics |= {f"env_calls/{p}": policy.sum_over_ranks(source.counter.calls[p]) for p in PURPOSES}
             tracker.log(step, metrics)
             policy.check_progress()
@@ -206,12 +217,24 @@ def is_due(step: int, config: Config) -> bool:
     return last or (config.eval.every > 0 and (step + 1) % config.eval.every == 0)
 
 
-def evaluate_held_out(policy: Policy, config: Config, source: Source, step: int, tracker: Tracker) -> dict[str, float]:
-    """Held-out tasks, real and rehearsed. No checkpoint is chosen by it."""
+def evaluate_held_out(
+    policy: Policy,
+    tasks: list[Task],
+    config: Config,
+    source: Source,
+    referee: Referee,
+    step: int,
+    tracker: Tracker,
+) -> dict[str, float]:
+    """Held-out tasks, real (if there is an environment) and rehearsed. No checkpoint is chosen by it."""
     started = time.perf_counter()
-    tasks = source.eval_tasks()[: config.eval.tasks or None]
     with policy.own_randomness():
-        metrics, trajectories = evaluate_policy(policy, tasks, config, source)
+        metrics, trajectories = evaluate_policy(policy, tasks, config, source, referee)
+    try:
+        metrics |= {f"eval/{name}": value for name, value in referee.end_step(policy.sum_over_ranks).items()}
+    except Interruption as interruption:
+        # The step is done and shall count; a judge that is gone stops the next one.
+        logger.warning("evaluation after step %d is incomplete: %s", step + 1, interruption)
     for environment, unfolded in trajectories.items():
         tracker.trajectories(step, f"eval-{environment}", unfolded)
     return metrics | {"time/eval": time.perf_counter() - started}

@@ -8,23 +8,26 @@ place where REHEARSE will write them. The result is <run_dir>/sft, an ordinary H
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 
 from envace.batching import sft_rows, total_weight
 from envace.checkpoints import Checkpoints
 from envace.config import Config
-from envace.data import Sampler, demonstration, open_source
+from envace.data import Dialogue, Sampler, open_source, short_enough
+from envace.demonstrations import demonstration
 from envace.losses import sft_loss
 from envace.memory import describe
 from envace.policy import Policy, check_output, learning_rate
 from envace.tracking import Tracker, logger, run
+from envace.types import Trajectory
 
 
 def main(config: Config) -> Path:
     output = Path(config.run_dir) / "sft"
     check_output(output, config.model.path)
-    source = open_source(config.data)
+    source = open_source(config)
     policy = Policy(
         config.model,
         config.policy,
@@ -43,9 +46,20 @@ def main(config: Config) -> Path:
     )
     if policy.is_sharded:
         logger.info(describe(config, policy.model.config, policy.num_parameters, policy.world_size, "sft"))
-    recorded = source.demonstrations()
-    separate = config.rollout.view == "separate"
-    sampler = Sampler([demonstration(*dialogue, policy.chat, separate=separate) for dialogue in recorded], config.seed)
+    separate, grounded = config.rollout.view == "separate", config.rehearse.grounding != "none"
+
+    def trajectory(dialogue: Dialogue) -> Trajectory:
+        return demonstration(*dialogue, policy.chat, separate=separate, grounded=grounded)
+
+    def longest(dialogue: Dialogue) -> int:
+        return max(map(len, trajectory(dialogue).sequences))
+
+    # The sequences themselves are made when they are drawn: those of a large data set would fill the memory.
+    dialogues = short_enough(source.demonstrations(), longest, config.sft.max_tokens, "dialogues")
+    steps = config.sft.steps
+    if config.sft.epochs:
+        steps = math.ceil(config.sft.epochs * len(dialogues) / config.sft.batch_size)
+    sampler = Sampler(dialogues, config.seed)
     checkpoints = Checkpoints(policy, config, "sft", {"sampler": sampler})
     first = checkpoints.resume()
     with (
@@ -53,15 +67,15 @@ def main(config: Config) -> Path:
             config.run_dir,
             config,
             name="sft",
-            total_steps=config.sft.steps,
+            total_steps=steps,
             enabled=policy.is_main,
             first_step=first,
         ) as tracker,
         checkpoints,
     ):
-        for step in tracker.progress(range(first, config.sft.steps), "train both roles"):
+        for step in tracker.progress(range(first, steps), "train both roles"):
             started = time.perf_counter()
-            rows = sft_rows(sampler.next(config.sft.batch_size), config.sft.roles)
+            rows = sft_rows(list(map(trajectory, sampler.next(config.sft.batch_size))), config.sft.roles)
             denominator = total_weight(rows)
             loss_sum = 0.0
             for batch in policy.accumulating(policy.micro_batches(rows, config.sft.micro_batch_size)):
@@ -71,7 +85,7 @@ def main(config: Config) -> Path:
                 loss_sum += float(loss.detach())
             lr = learning_rate(
                 step,
-                steps=config.sft.steps,
+                steps=steps,
                 peak=config.sft.lr,
                 warmup=config.sft.warmup,
                 schedule=config.sft.schedule,
@@ -85,7 +99,7 @@ def main(config: Config) -> Path:
             }
             tracker.log(step, metrics)
             policy.check_progress()
-            checkpoints.after_step(step, config.sft.steps)
+            checkpoints.after_step(step, steps)
         if policy.skipped_steps:
             logger.warning("%d steps were skipped: their gradient was not finite", policy.skipped_steps)
         policy.save(output)

@@ -1,10 +1,10 @@
-"""A small OpenAI-compatible server on loopback whose replies a test writes. It answers /v1/chat/completions over HTTP.
+"""A small OpenAI-compatible server on loopback whose replies a test writes: /v1/chat/completions and /v1/models.
 
     with OpenAIServer(lambda number, body: Reply(verdict(True), delay=0.2)) as server:
         ... server.url ... server.log ... server.largest_concurrency
 
-The script is called once per request, from several threads, with the number of the request (from 0, in order of
-arrival) and its JSON body.
+The script is called once per completion, from several threads, with the number of the request (from 0, in order of
+arrival) and its JSON body. What GET /v1/models says is a reply of its own; such requests are logged with an empty body.
 """
 
 import json
@@ -61,6 +61,15 @@ def error(status: int, message: str = "no", **settings) -> Reply:
     return Reply(status=status, body=json.dumps({"error": {"message": message}}), **settings)
 
 
+def listing(*names: str) -> Reply:
+    """What an endpoint says about its models."""
+    models = [{"id": name, "object": "model", "created": 0, "owned_by": "test"} for name in names]
+    return Reply(body=json.dumps({"object": "list", "data": models}))
+
+
+LISTS_JUDGE = listing("judge")
+
+
 def in_order(*replies: Reply) -> Script:
     """The replies one after the other; the last one is repeated."""
     return lambda number, body: replies[min(number, len(replies) - 1)]
@@ -69,8 +78,9 @@ def in_order(*replies: Reply) -> Script:
 class OpenAIServer:
     """port: 0 takes a free one. Leaving the context stops it; the port then refuses connections."""
 
-    def __init__(self, script: Script, port: int = 0):
+    def __init__(self, script: Script, port: int = 0, models: Reply = LISTS_JUDGE):
         self.script = script
+        self.models = models
         self.log: list[Logged] = []
         self.largest_concurrency = 0
         self._now = 0
@@ -146,7 +156,13 @@ def _handler(server: OpenAIServer) -> type[BaseHTTPRequestHandler]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             request = server.arrived(body, self.headers.get("Authorization", ""))
             known = self.path == "/v1/chat/completions"
-            reply = server.script(request.number, body) if known else error(404, "no such path")
+            self._answer(request, server.script(request.number, body) if known else error(404, "no such path"))
+
+        def do_GET(self):
+            request = server.arrived({}, self.headers.get("Authorization", ""))
+            self._answer(request, server.models if self.path == "/v1/models" else error(404, "no such path"))
+
+        def _answer(self, request: Logged, reply: Reply) -> None:
             try:
                 time.sleep(reply.delay)
                 self._send(reply)

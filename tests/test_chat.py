@@ -8,9 +8,9 @@ import pytest
 
 from envace.batching import rows_to_batch, sft_rows
 from envace.chat import ChatFormat, TokenizerError, parse_action
-from envace.data import demonstration
 from envace.demo.demonstrations import make_demonstrations
 from envace.demo.desk import CallCounter
+from envace.demonstrations import demonstration
 from envace.environments import Real, Rehearsed
 from envace.episodes import drive, episode
 from envace.prompts import REHEARSE_SYSTEM, execution_result, rehearse_messages, tool_call_block

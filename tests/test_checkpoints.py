@@ -28,7 +28,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import train_rl
 import train_sft
-from envace import data
+from envace import data, rewards
 from envace.batching import Row
 from envace.checkpoints import CheckpointError, Checkpoints, complete, latest, publish
 from envace.config import ModelConfig, load_config
@@ -64,8 +64,9 @@ class Numbered(DemoSource):
     def eval_tasks(self):
         return [self.task] * self.config.eval_tasks
 
-    def score(self, trajectory):
-        return sum(token for segment in trajectory.outputs() for token in segment.ids) % 5 / 4, {}
+
+def score(trajectory):
+    return sum(token for segment in trajectory.outputs() for token in segment.ids) % 5 / 4, {}
 
 
 class ByHeart(Numbered):
@@ -79,6 +80,7 @@ class ByHeart(Numbered):
 @pytest.fixture(autouse=True)
 def numbered(monkeypatch):
     monkeypatch.setitem(data.SOURCES, "demo", Numbered)
+    monkeypatch.setitem(rewards.REWARDS, "goal", score)
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +189,7 @@ def train(stage, config, *, stop_in=None, ends=nullcontext):
 
     def watched_draw(sampler, n):
         items = draw(sampler, n)
-        run.drawn.append([item.id if stage == "rl" else item.task.id for item in items])
+        run.drawn.append([item.id if stage == "rl" else item[0].id for item in items])
         if len(run.drawn) == stop_in:
             os.kill(os.getpid(), signal.SIGTERM)
         return items
@@ -382,6 +384,7 @@ def test_a_model_of_another_width_is_refused_before_a_record_is_touched(base, tm
 def be_killed_while_saving(stage, model, run_dir, step):
     """Train until in the checkpoint of `step` one file is there, and then no more."""
     data.SOURCES["demo"] = Numbered
+    rewards.REWARDS["goal"] = score
     save = Policy.save_state
 
     def save_state(policy, folder):
@@ -439,6 +442,12 @@ class Number:
         self.value = 0
         self.others_asked_to_stop = False
         self.disk = lambda folder: None
+
+    def randomness(self):
+        return self.value
+
+    def restore_randomness(self, states):
+        self.value = states
 
     def save_state(self, folder):
         (folder / f"value{self.rank}").write_text(str(self.value))
@@ -836,6 +845,7 @@ def test_when_there_is_room_again_training_goes_on_as_if_nothing_had_been(base, 
     train("sft", configure(base, tmp_path, "checkpoint.every=2"), ends=ends)
     monkeypatch.undo()
     monkeypatch.setitem(data.SOURCES, "demo", Numbered)
+    monkeypatch.setitem(rewards.REWARDS, "goal", score)
     resumed = train("sft", configure(base, tmp_path, "checkpoint.every=2", "checkpoint.resume=true"))
     assert resumed.drawn == straight_sft.drawn[2:]
     assert_ends_equal(resumed, straight_sft)

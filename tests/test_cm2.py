@@ -12,10 +12,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from envace import cm2
 from envace.chat import ChatFormat, parse_action
-from envace.cm2 import FileError, Message, RowError, assistant_text, keep_within, load_rl, load_sft, read_rows, within
-from envace.data import demonstration
+from envace.checklist import FOCUS_ON
+from envace.cm2.files import FileError, read_rows
+from envace.cm2.inspect import report
+from envace.cm2.records import RowError, load_rl, load_sft
+from envace.cm2.rows import Message, assistant_text, chat_messages
+from envace.demo.desk import TOOLS
+from envace.demonstrations import demonstration
 from envace.types import Role, ToolCall
 
 pytestmark = pytest.mark.slow  # all together, though each alone is quick
@@ -70,7 +74,7 @@ def test_the_shipped_records_cover_the_schema():
     assert {r.count("u") for r in roles} == {1, 2, 3}
     assert any("tt" in r for r in roles) and any(r[0] == "u" for r in roles) and any(r[0] == "s" for r in roles)
     items = [i for r in records for variant in r.checklist().variants for turn in variant for i in turn]
-    assert {i.focus_on for i in items} == set(cm2.FOCUS)
+    assert {i.focus_on for i in items} == set(FOCUS_ON)
     assert {i.required_for_next_turn for i in items} == {True, False} and any(i.dependence for i in items)
     assert {len(r.checklist().variants) for r in records} == {1, 2}
     assert any(isinstance(v, dict) for d in dialogues for m in d for c in m.calls for v in c.arguments.values())
@@ -355,22 +359,32 @@ def test_a_record_becomes_a_task():
     assert task.user_turns == ["What is BRNT at?", "And now?", "How far is it below 75?"]
     assert task.tools == record.tools() and task.goal == record.checklist()
     quote = ToolCall("quote", {"ticker": "BRNT"})
-    assert [[(r.call, json.loads(r.response)["price"]) for r in turn] for turn in task.world] == [
+    assert [[(r.call, json.loads(r.response)["price"]) for r in turn] for turn in task.recorded] == [
         [(quote, 71.2)],
         [(quote, 70.85)],
         [],
     ]
+    assert task.world is None  # nothing can be executed
     [variant] = task.goal.variants
     assert [len(turn) for turn in variant] == [2, 2, 1]
     assert variant[1][1].dependence == ("C0",) and variant[1][1].evidence[0].turn == 1
     assert variant[0][0].required_for_next_turn and not variant[0][1].required_for_next_turn
 
 
+def test_an_sft_row_becomes_a_task_with_the_calls_of_its_text():
+    row = load_sft(SFT)[0][1]
+    task = row.task()
+    assert (task.id, task.kind, task.goal, task.world) == ("cm2_sft.json-2", "sft", None, None)
+    [turn] = task.recorded
+    assert [r.call for r in turn] == parse_action(CALLING).calls
+    assert [json.loads(r.response) for r in turn] == [{"minutes": [11]}, {"minutes": [6]}]
+
+
 def test_a_task_without_a_system_message_has_an_empty_one():
     record = next(r for r in load_rl(RL)[0] if r.id == "parcel-0003")
     assert record.task().system == "" and record.messages()[0]["role"] == "user"
     empty = Message("system", ""), Message("user", "q"), Message("assistant", "a")
-    assert [m["role"] for m in cm2.chat_messages(list(empty))] == ["user", "assistant"]
+    assert [m["role"] for m in chat_messages(list(empty))] == ["user", "assistant"]
 
 
 def test_an_observation_is_split_into_the_responses_that_it_joins():
@@ -399,24 +413,6 @@ def test_what_the_policy_would_be_read_as_is_what_was_recorded():
                 action = parse_action(assistant_text(message, thinking=thinking))
                 assert (action.calls, action.error) == (list(message.calls), None)
                 assert action.content == message.text.strip()
-
-
-def test_rows_are_kept_or_left_out_whole():
-    records, rows = load_rl(RL)[0], load_sft(SFT)[0]
-
-    def characters(messages, tools):
-        return sum(len(m["content"]) for m in messages) + len(json.dumps(tools))
-
-    sizes = {r.id: characters(*r.measured()) for r in records}
-    limit = sorted(sizes.values())[10]
-    kept, left_out = keep_within(records, characters, limit)
-    assert {r.id for r in kept} == {i for i, size in sizes.items() if size <= limit}
-    assert len(kept) == 11 and left_out == len(records) - 11
-    assert within(records[0], characters, sizes[records[0].id])
-    assert not within(records[0], characters, sizes[records[0].id] - 1)
-    # Of a record the prompt counts, for the rest is sampled; of an SFT row everything, for it is trained on.
-    assert all([m["role"] for m in r.measured()[0]][-1] == "user" for r in records)
-    assert all(r.measured()[0] == r.messages() for r in rows)
 
 
 # The same ids as one rendering by the template
@@ -508,22 +504,74 @@ def test_demo_template_keeps_all_thinking(demo_tokenizer):
         assert ids == rendered(demo_tokenizer, record.messages(), record.tools()), record.id
 
 
+def tool_lines(tokenizer, tools):
+    """What the demo's template says of each tool."""
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "q"}], tools, tokenize=False)
+    return text.partition("<tools>\n")[2].partition("\n</tools>")[0].split("\n")
+
+
+def test_the_tools_of_the_demo_read_as_they_always_did(demo_tokenizer):
+    assert tool_lines(demo_tokenizer, TOOLS) == [
+        '{"name": "get_order", "arguments": {"order_id": "string"}}',
+        '{"name": "get_customer", "arguments": {"customer_id": "string"}}',
+        '{"name": "cancel_order", "arguments": {"order_id": "string"}}',
+        '{"name": "refund_order", "arguments": {"order_id": "string", "amount": "integer"}}',
+        '{"name": "move_order", "arguments": {"order_id": "string", "day": "string"}}',
+        '{"name": "open_ticket", "arguments": {"order_id": "string", "topic": ["damage", "delivery", "other"]}}',
+    ]
+
+
+ODD_PARAMETERS = [  # of a tool, and what the demo's template makes of it
+    (..., {}),
+    ({}, {}),
+    ({"type": "object"}, {}),
+    ({"properties": {}}, {}),
+    ({"properties": None}, {}),
+    ({"properties": {"a": {}, "b": True, "c": {"anyOf": [{"type": "string"}]}}}, {"a": "any", "b": "any", "c": "any"}),
+    ({"properties": {"a": {"type": ["string", "null"]}}}, {"a": ["string", "null"]}),
+    ({"properties": {"a": {"type": "integer", "enum": [1, None, "<b> & 'é'"]}}}, {"a": [1, None, "<b> & 'é'"]}),
+    ({"properties": {'"<é>\\\n': {"type": "string"}}}, {'"<é>\\\n': "string"}),
+    ({"properties": {"items": {"type": "array"}, "type": {"type": "object"}}}, {"items": "array", "type": "object"}),
+]
+
+
+def test_the_demo_template_takes_any_tool(demo_tokenizer):
+    for record in all_rows():
+        lines = tool_lines(demo_tokenizer, record.tools()) if record.tools() else []
+        assert [json.loads(line)["name"] for line in lines] == [tool["function"]["name"] for tool in record.tools()]
+    for parameters, arguments in ODD_PARAMETERS:
+        function = {"name": 'f"<'} | ({} if parameters is ... else {"parameters": parameters})
+        [line] = tool_lines(demo_tokenizer, [{"type": "function", "function": function}])
+        assert line == json.dumps({"name": 'f"<', "arguments": arguments}, ensure_ascii=False)
+
+
+def is_json_object_or_array(text):
+    try:
+        return isinstance(json.loads(text), dict | list)
+    except ValueError:
+        return False
+
+
 def test_text_is_literal_and_every_message_has_its_role(tokenizer):
+    left_out = []
     for record in all_rows():
         sequence, dialogue = stream(tokenizer, record, record.messages()), record.dialogue()
         assert "\\u" not in tokenizer.decode(sequence.ids)
         outputs = [s.role for s in sequence.segments if s.role is not Role.CONTEXT]
+        responses = [m.text for m in dialogue if m.role == "tool"]
+        left_out += (unwritten := [text for text in responses if not is_json_object_or_array(text)])
         written = {"assistant": Role.ACT, "tool": Role.REHEARSE}
-        assert outputs == [written[m.role] for m in dialogue if m.role in written]
+        assert outputs == [written[m.role] for m in dialogue if m.role in written and m.text not in unwritten]
         separate = demonstration(record.task(), record.messages(), chat_format(tokenizer), separate=True)
-        assert len(separate.sequences) == 1 + sum(len(m.calls) for m in dialogue)
+        assert len(separate.sequences) == 1 + len(responses) - len(unwritten)
+    assert len(left_out) == 2
 
 
 # Inspection
 
 
 def inspect(*arguments):
-    command = [sys.executable, "-m", "envace.cm2", "inspect", *map(str, arguments)]
+    command = [sys.executable, "-m", "envace.data", "inspect", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
@@ -531,7 +579,7 @@ def test_inspect_counts_and_shows_the_first_problem_of_each_kind(tmp_path):
     bad = [with_value(row, ("data_source",), ...) for row in RL_ROWS[:3]]
     bad += [with_value(LIB, (*K, 0, 0, 1, "weight"), w) for w in (0.5, 0.6)]
     path = write(tmp_path / "rows.json", [*RL_ROWS, *bad])
-    text = cm2.report(str(path))
+    text = report(str(path))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[0] == f"{path}: CM2 RL rows"
     assert "rows 26 ok, 5 bad" in lines and "user turns 1: 18, 2: 6, 3: 2 (turns: rows)" in lines
@@ -548,14 +596,14 @@ def test_inspect_counts_and_shows_the_first_problem_of_each_kind(tmp_path):
 def test_inspect_tells_the_schemas_apart_and_counts_tokens(tmp_path, demo_tokenizer):
     demo_tokenizer.save_pretrained(tmp_path / "tokenizer")
     for path, kind in ((RL, "RL"), (SFT, "SFT")):
-        text = cm2.report(str(path), tokenizer=str(tmp_path / "tokenizer"))
+        text = report(str(path), tokenizer=str(tmp_path / "tokenizer"))
         assert f"CM2 {kind} rows" in text and "prompt, tokens" in text and ("with dependence" in text) == (kind == "RL")
         longest = max(
             len(stream(demo_tokenizer, r, r.messages())) for r in (load_rl if kind == "RL" else load_sft)(path)[0]
         )
         assert re.search(rf"dialogue, tokens .* max {longest}$", text, re.MULTILINE)
     with pytest.raises(FileError, match="no tokenizer at .*none"):
-        cm2.report(str(RL), tokenizer=str(tmp_path / "none"))
+        report(str(RL), tokenizer=str(tmp_path / "none"))
 
 
 def test_inspect_runs_from_the_command_line():

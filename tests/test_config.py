@@ -9,6 +9,8 @@ import pytest
 
 from envace.config import Config, ConfigError, RLConfig, load_config, nearest, save_config, schema, validate, versions
 
+ROOT = Path(__file__).parent.parent
+
 SRC = Path(__file__).parent.parent / "src"
 MODEL = "model.path=some/model"  # the one setting without a default
 
@@ -84,7 +86,7 @@ class TestMistakesInAFile:
         [
             ("rl: {lrr: 1}", ["'rl.lrr'", "did you mean rl.lr?"]),
             ("lr: 1", ["'lr'", "did you mean rl.lr or sft.lr?"]),
-            ("modle: {path: x}", ["'modle.path'", "did you mean model.path?"]),
+            ("modle: {path: x}", ["'modle.path'", "did you mean model.path"]),
             ("rl: {x: {y: {}}}", ["'rl.x.y'", "did you mean"]),
             ("3: 1", ["'3'", "did you mean"]),
             ("rl: {lr: fast}", ["rl.lr='fast'", "expected float"]),
@@ -271,3 +273,15 @@ def test_versions_name_the_libraries():
 )
 def test_impossible_combinations_are_refused(overrides, key):
     assert key in message(None, MODEL, *overrides)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_config_can_be_loaded_and_has_a_folder_of_its_own(path):
+    config = load_config(str(path), [])
+    others = [load_config(str(other), []).run_dir for other in path.parent.glob("*.yaml") if other != path]
+    assert config.run_dir not in others
+    if config.data.source == "cm2":
+        sft = config.sft
+        assert (sft.epochs, sft.batch_size, sft.max_tokens, sft.lr) == (2, 64, 12000, 1e-5)
+        assert (sft.schedule, sft.warmup, config.data.max_prompt_tokens) == ("cosine", 0.1, 3500)
+        assert (config.rl.steps, config.rl.prompts_per_step, config.rl.group_size, config.rl.lr) == (470, 16, 4, 1e-6)

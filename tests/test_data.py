@@ -1,13 +1,15 @@
-"""Recorded dialogues as training sequences, what is refused in them, and the order in which items are drawn."""
+"""Recorded dialogues as training sequences, what is refused or left out, and the order in which items are drawn."""
 
+import logging
 from collections import Counter
 
 import pytest
 
 from envace.chat import ChatFormat
-from envace.data import DialogueError, Sampler, demonstration
-from envace.prompts import tool_call_block
-from envace.types import Evidence, Role, Task, ToolCall
+from envace.data import Sampler, short_enough
+from envace.demonstrations import DialogueError, demonstration
+from envace.prompts import execution_result, tool_call_block
+from envace.types import Evidence, RecordedCall, Role, Task, ToolCall, UserError
 
 TASK = Task("d7", "Be brief.", [], ["q"])
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -62,6 +64,58 @@ def test_the_separate_chat_of_a_call_sees_earlier_rounds_only(chat):
     assert [[n for n in range(3) if f'"number": {n}' in prompt] for prompt in prompts] == [[], [0], [0]]
 
 
+@pytest.mark.parametrize("text", ["Not found.", "", "3", "null", '"{}"', "{'ok': 1}", '{"n": NaN}', '{"ok": true} so'])
+def test_a_response_that_rehearse_could_not_write_is_context(chat, text):
+    messages = [USER, TWO_CALLS, {"role": "tool", "content": text}, TOOL, ANSWER]
+    shared, separate = (demonstration(TASK, messages, chat, separate=separate) for separate in (False, True))
+    for built in (shared, separate):
+        [first, *_] = [s for s in built.sequences[0].segments if s.evidence is Evidence.OBSERVED]
+        assert (first.role, first.ids) == (Role.CONTEXT, chat.response(text))
+        assert built.messages == messages
+    # ACT sees the same in both views, and the other response is taught as ever.
+    assert shared.sequences[0].ids == separate.sequences[0].ids
+    assert [s.ids for s in shared.outputs() if s.role is Role.REHEARSE] == [chat.response(TOOL["content"])]
+    [_, rehearsed] = separate.sequences
+    assert rehearsed.segments[1].ids == chat.output(execution_result(TOOL["content"]))
+
+
+@pytest.mark.parametrize("text", ['{"ok": true}', "[]", ' {"a": "x\ny"}\n'])
+def test_a_json_object_or_array_is_taught_as_it_stands(chat, text):
+    built = demonstration(TASK, [USER, CALL, {"role": "tool", "content": text}, ANSWER], chat)
+    assert [s.ids for s in built.outputs() if s.role is Role.REHEARSE] == [chat.response(text)]
+
+
+def test_grounded_chats_show_the_recorded_calls_of_earlier_turns(chat):
+    # Each call stands with its result. The third call was made before: that result would be the answer.
+    turns = [[(1, 100), (2, 101)], [(1, 102), (3, 103)], [(4, 104)]]
+    recorded = tuple(tuple(RecordedCall(ToolCall("f", {"c": c}), f'{{"n": {n}}}') for c, n in turn) for turn in turns)
+    messages = [SYSTEM]
+    for turn in recorded:
+        messages.append(USER)
+        for r in turn:
+            messages.append({"role": "assistant", "content": tool_call_block(r.call)})
+            messages.append({"role": "tool", "content": r.response})
+        messages.append(ANSWER)
+    task = Task("d8", "Be brief.", [], ["q"] * 3, recorded=recorded)
+
+    def known(grounded):
+        built = demonstration(task, messages, chat, separate=True, grounded=grounded)
+        prompts = [chat.text(sequence.segments[0].ids) for sequence in built.sequences[1:]]
+        return [p.partition("# Recorded results\n")[2].partition("# Conversation")[0].splitlines() for p in prompts]
+
+    lines = [f'{{"name": "f", "arguments": {{"c": {c}}}}} -> {{"n": {n}}}' for turn in turns for c, n in turn]
+    assert known(True) == [[], [], lines[1:2], lines[:2], lines[:4]]
+    assert known(False) == [[]] * 5
+
+
+def test_view_shared_is_the_same_grounded_or_not(chat):
+    recorded = ((RecordedCall(ToolCall("f", {}), "{}"),),) * 2
+    task = Task("d9", "", [], ["q", "q"], recorded=recorded)
+    messages = [USER, CALL, TOOL, ANSWER, USER, CALL, TOOL, ANSWER]
+    plain, grounded = (demonstration(task, messages, chat, grounded=grounded) for grounded in (False, True))
+    assert [s.ids for s in plain.sequences] == [s.ids for s in grounded.sequences]
+
+
 @pytest.mark.parametrize(
     ("messages", "error"),
     [
@@ -86,6 +140,35 @@ def test_the_separate_chat_of_a_call_sees_earlier_rounds_only(chat):
 def test_a_dialogue_out_of_order_is_refused_by_name(chat, messages, error):
     with pytest.raises(DialogueError, match=f"dialogue d7: {error}"):
         demonstration(TASK, messages, chat)
+
+
+# Lengths
+
+
+def test_what_is_too_long_is_left_out_whole_and_counted(caplog):
+    caplog.set_level(logging.INFO, logger="envace")
+    words = ["aaa", "a", "aaaa", "aa", "aaa"]
+    assert short_enough(words, len, 3, "dialogues") == ["aaa", "a", "aa", "aaa"]
+    assert caplog.messages == ["left out 1 of 5 dialogues that are longer than 3 tokens"]
+    caplog.clear()
+    assert short_enough(words, len, 4, "dialogues") == words
+    assert not caplog.messages
+
+
+def test_limit_0_keeps_everything_unmeasured(caplog):
+    caplog.set_level(logging.INFO, logger="envace")
+
+    def length(item):
+        raise AssertionError("measured")
+
+    assert short_enough(["a", "b"], length, 0, "tasks") == ["a", "b"]
+    assert not caplog.messages
+
+
+def test_nothing_short_enough_is_one_clear_line():
+    with pytest.raises(UserError, match=r"^none of 2 tasks has at most 3 tokens: raise the limit, or .*$") as raised:
+        short_enough(["aaaa", "aaaaa"], len, 3, "tasks")
+    assert "\n" not in str(raised.value)
 
 
 # Sampler

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from envace.chat import THINK_CLOSE, THINK_OPEN, TOOL_TOKENS, TURN_TOKENS, ChatFormat, parse_action
-from envace.config import DataConfig, load_config
+from envace.config import Config, load_config
 from envace.demo import demonstrations
 from envace.demo.agents import call_at_random, do_nothing
 from envace.demo.demonstrations import HABITS, make_demonstrations
@@ -23,6 +23,7 @@ from envace.demo.tasks import TRAIN_KINDS, UNSEEN_KINDS, make_task, make_tasks
 from envace.environments import Real
 from envace.episodes import rollout
 from envace.evaluation import success
+from envace.rewards import score
 from envace.types import Completion, Limits, ToolCall
 
 ROOT = Path(__file__).parent.parent
@@ -282,10 +283,10 @@ class Recording:
             ids = [chat.output(next(texts)) for _ in requests]
             return [Completion(i, [0.0] * len(i), "stop") for i in ids]
 
-        source = DemoSource(DataConfig())
+        source = DemoSource(Config())
         real = Real(source.executable(self.task, "test"))
         [trajectory] = rollout([self.task], generate, lambda task: real, chat, LIMITS)
-        trajectory.reward, trajectory.reward_parts = source.score(trajectory)
+        trajectory.reward, trajectory.reward_parts = score(trajectory)
         return trajectory, real.executable
 
 
@@ -314,11 +315,11 @@ def test_an_oracle_solves_every_kind_in_the_real_world(kind, held_out, chat):
         trajectory, desk = recording.replay(chat)
         assert trajectory.reward == 1.0, (recording.messages, trajectory.reward_parts)
         assert desk.state == recording.desk.state
-        assert DemoSource(DataConfig()).reaches_right_state(trajectory)
+        assert DemoSource(Config()).reaches_right_state(trajectory)
 
 
 def test_the_right_state_is_reached_by_calls_and_not_by_claims(chat):
-    source = DemoSource(DataConfig())
+    source = DemoSource(Config())
     task = next(task for task in make_tasks(100, 0, held_out=False) if Recording(task).writes())
     trajectory, _ = Recording(task).replay(chat)
     assert source.reaches_right_state(trajectory)
@@ -327,10 +328,10 @@ def test_the_right_state_is_reached_by_calls_and_not_by_claims(chat):
 
 
 def real_success(agent, tasks, chat):
-    source = DemoSource(DataConfig())
+    source = DemoSource(Config())
     trajectories = rollout(tasks, agent, lambda task: Real(source.executable(task, "test")), chat, LIMITS)
     for trajectory in trajectories:
-        trajectory.reward, _ = source.score(trajectory)
+        trajectory.reward, _ = score(trajectory)
     return success(trajectories)
 
 

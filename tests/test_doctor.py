@@ -7,10 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from openai_server import OpenAIServer, Reply, error, in_order, listing
 
 from envace import doctor
+from envace import judge as judge_module
 from envace.config import load_config
 from envace.doctor import (
+    Check,
     Machine,
     Model,
     check_bfloat16,
@@ -20,6 +23,7 @@ from envace.doctor import (
     check_disk,
     check_end_of_turn,
     check_gpus,
+    check_judge,
     check_memory,
     check_model,
     check_padding,
@@ -273,9 +277,92 @@ def test_data_that_cannot_be_opened(monkeypatch):
     def broken(_):
         raise UserError("tasks.jsonl, line 3: no user message")
 
-    assert check_data(settings().data).ok
+    assert check_data(settings()).ok
     monkeypatch.setattr(doctor, "open_source", broken)
-    assert fails(check_data(settings().data), "data.source=demo", "line 3: no user message")
+    assert fails(check_data(settings()), "data.source=demo", "line 3: no user message")
+
+
+KEY = "sk-test-1234567890abcdef"
+
+
+class TestJudge:
+    @pytest.fixture(autouse=True)
+    def environment(self, monkeypatch):
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setenv("JUDGE_KEY", KEY)
+
+    @staticmethod
+    def config(*servers, key="JUDGE_KEY"):
+        judge = ["judge.model=judge", f"judge.endpoints=[{','.join(server.url for server in servers)}]"]
+        return settings("data.source=cm2", "data.path=rl", "reward.name=checklist", f"judge.key_env={key}", *judge)
+
+    @staticmethod
+    def serving(models):
+        return OpenAIServer(in_order(Reply()), models=models)
+
+    def stopped(self):
+        with self.serving(listing("judge")) as server:
+            return server
+
+    def test_a_model_that_is_listed(self):
+        with self.serving(listing("other", "judge")) as server:
+            check = check_judge(self.config(server))
+        assert check.ok and check.detail == f"judge is listed at {server.url}"
+        assert [request.authorization for request in server.log] == [f"Bearer {KEY}"]
+
+    def test_another_model(self):
+        with self.serving(listing("a", "b")) as server:
+            check = check_judge(self.config(server))
+        assert fails(check, f"{server.url} lists a, b, not judge.model=judge")
+        with self.serving(listing(*"abcdefgh")) as server:
+            assert fails(check_judge(self.config(server)), "lists a, b, c, d, e and 3 more, not")
+        with self.serving(listing()) as server:
+            assert fails(check_judge(self.config(server)), "lists no model, not judge.model=judge")
+
+    def test_an_endpoint_that_is_not_there(self):
+        server = self.stopped()
+        assert fails(check_judge(self.config(server)), f"{server.url}: ", "onnect", "start it")
+
+    def test_an_endpoint_that_does_not_answer(self, monkeypatch):
+        monkeypatch.setattr(judge_module, "PROBE_SECONDS", 0.3)
+        with self.serving(Reply(delay=1.0)) as server:
+            assert fails(check_judge(self.config(server)), f"{server.url}: no reply within 0.3 seconds")
+
+    @pytest.mark.parametrize(
+        ("reply", "message"),
+        [
+            (error(401, f"bad key {KEY}"), "refuses the key (HTTP 401): check judge.endpoints, model and key_env"),
+            (error(404), "HTTP 404"),
+            (error(500, f"no key {KEY}"), "no key ***"),
+            (Reply(body="<html>hello</html>", content_type="text/html"), "a reply without a list of models"),
+            (Reply(body="[]"), "a reply without a list of models"),
+            (Reply(body='{"data": null}'), "a reply without a list of models"),
+        ],
+        ids=["401", "404", "500", "html", "list", "null"],
+    )
+    def test_an_endpoint_that_gives_no_list(self, reply, message):
+        with self.serving(reply) as server:
+            check = check_judge(self.config(server))
+        assert fails(check, server.url, message)
+        assert KEY not in check.detail
+
+    def test_one_of_two_endpoints_is_down(self):
+        down = self.stopped()
+        with self.serving(listing("judge")) as server:
+            check = check_judge(self.config(down, server))
+        assert fails(check, f"{down.url}: ", "start it", f"judge is listed at {server.url}")
+
+    def test_the_key_itself_where_the_name_of_its_variable_belongs(self):
+        check = check_judge(self.config(self.stopped(), key=KEY))
+        assert fails(check, "judge.key_env must NAME an environment variable")
+        assert KEY not in check.detail
+
+    def test_only_checklists_need_a_judge(self, monkeypatch):
+        monkeypatch.setattr(doctor, "check_data", lambda config: Check("data", True, ""))
+        config = self.config(self.stopped())
+        names = [check.name for check in checks(config, LAPTOP, Model())]
+        assert names[-2:] == ["data", "judge"]
+        assert "judge" not in [check.name for check in checks(settings(), LAPTOP, Model())]
 
 
 class TestMain:

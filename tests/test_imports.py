@@ -12,14 +12,14 @@ PACKAGE = ROOT / "src" / "envace"
 FILES = sorted([*PACKAGE.rglob("*.py"), *ROOT.glob("*.py")])
 
 BASE = {"types", "config", "__init__"}
-PURE = {"advantages", "losses", "batching", "rewards", "metrics"}
+PURE = {"advantages", "losses", "batching", "checklist", "rewards", "metrics"}
 LAYERS = [
     BASE,
-    {"prompts", "checklist"} | PURE,
-    {"chat", "environments", "scoring", "checkpoints", "memory"},
-    {"episodes"},
-    {"rehearsal", "generation", "demo"},
-    {"policy", "data", "cm2", "verdicts", "tracking", "report", "judge", "benchmarks"},
+    {"prompts"} | PURE,
+    {"chat", "schemas", "environments", "scoring", "checkpoints", "memory"},
+    {"episodes", "demonstrations"},
+    {"rehearsal", "generation", "demo", "cm2"},
+    {"policy", "data", "verdicts", "tracking", "report", "judge", "referee", "benchmarks"},
     {"evaluation", "doctor", "launch", "merge"},
     {"entry point"},
 ]
@@ -57,7 +57,7 @@ def test_imports_point_one_way(path):
     if module in BASE:
         assert not ours
     if module in PURE:
-        assert ours <= {"types"} and foreign <= {"torch", *sys.stdlib_module_names}
+        assert ours <= {"types", "checklist"} and foreign <= {"torch", *sys.stdlib_module_names}
     if module == "demo":
         assert ours <= BASE | {"demo", "prompts", "chat", "environments", "rewards"}
     if module != "policy":

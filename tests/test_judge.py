@@ -15,7 +15,8 @@ from openai_server import COMPLETION_TOKENS, PROMPT_TOKENS, OpenAIServer, Reply,
 
 from envace import judge as judge_module
 from envace.checklist import REPLY, Item, Message, Question
-from envace.judge import Judge, JudgeConfig, seen_messages
+from envace.judge import Judge, JudgeConfig
+from envace.referee import seen_messages
 from envace.types import ToolCall, UserError
 from envace.verdicts import JudgeError, JudgeOutage, Outage, VerdictCache, read_verdict
 
@@ -426,6 +427,7 @@ def test_an_output_is_split_in_thinking_reply_and_calls():
         {"endpoints": [f"http://me:{KEY}@localhost/v1"]},
         {"endpoints": [f"http://localhost/v1?key={KEY}"]},
         {"endpoints": ["http://[::1/v1"]},
+        {"endpoints": ["http://localhost:80a/v1"]},
         {"key_env": "JUDGE_KEY_THAT_IS_NOT_SET"},
         {"key_env": KEY},
     ],
@@ -548,7 +550,10 @@ def flaky(latency):
 
 
 def judge_all(latency):
-    """(metrics, seconds, log) of 64 trajectories that each ask 10 questions, with no verdict lost or counted twice."""
+    """(seconds, log) of 64 trajectories that each ask 10 questions, with no verdict lost or counted twice.
+
+    bench/judge_speed.py compares the seconds with the ideal.
+    """
     with OpenAIServer(flaky(latency)) as server, Judge(config_for(server, concurrency=CONCURRENCY)) as judge:
         started = time.monotonic()
         pending = {t: judge.submit([ask(str(t * CHECKS + c)) for c in range(CHECKS)]) for t in range(TRAJECTORIES)}
@@ -562,21 +567,8 @@ def judge_all(latency):
     assert metrics["judge/requests"] == len(server.log) == tries
     assert sum(value for name, value in metrics.items() if "/retries_" in name) == tries - checks
     assert server.largest_concurrency <= CONCURRENCY
-    return metrics, seconds, server.log
+    return seconds, server.log
 
 
 def test_no_verdict_is_lost_or_counted_twice_among_many():
     judge_all(latency=0.002)
-
-
-def test_many_checks_take_little_more_than_the_ideal_time(monkeypatch, capsys):
-    monkeypatch.setattr(judge_module, "FIRST_BACKOFF", 0.5)
-    _, seconds, log = judge_all(LATENCY)
-    ideal = len(log) * LATENCY / CONCURRENCY + 0.5
-    spent = [request.finished - request.arrived for request in log]
-    busy = sum(spent) / CONCURRENCY + 0.5
-    with capsys.disabled():
-        print(f"\n{len(log)} tries: {seconds:.2f} s, ideal {ideal:.2f} s, ratio {seconds / ideal:.3f};", end=" ")
-        print(f"with the server's own times {busy:.2f} s, ratio {seconds / busy:.3f}")
-    # Against what the server really took, so that a busy machine does not count; and still with room.
-    assert seconds / busy < 1.3

@@ -217,6 +217,7 @@ def test_every_segment_tells_who_wrote_it_on_what_evidence(tmp_path):
         "reason": "rehearse: no JSON",
         "reward": 0.0,
         "reward_parts": {"finished": 0.0},
+        "verdicts": [],
         "user_turns": ["Hello"],
     }
     names = ("sequence", "role", "evidence", "tokens", "finish_reason", "provenance", "text")

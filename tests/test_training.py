@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import evaluate
 import train_rl
 import train_sft
-from envace import data
+from envace import data, rewards
 from envace.advantages import rolewise_advantages
 from envace.batching import output_table
 from envace.config import load_config
@@ -28,6 +28,7 @@ from envace.demo.source import DemoSource
 from envace.demo.tasks import make_task
 from envace.evaluation import unfold
 from envace.policy import Diverged, Policy
+from envace.referee import Referee
 from envace.types import ServiceFault
 
 ROOT = Path(__file__).parent.parent
@@ -65,11 +66,11 @@ def mixed_rewards(monkeypatch):
     """Rewards that differ within each group, whatever the model does, so that there is something to learn."""
     made = []
 
-    def score(self, trajectory):
+    def score(trajectory):
         made.append(trajectory)
         return float(len(made) % 2), {"finished": 1.0}
 
-    monkeypatch.setattr(OneTask, "score", score)
+    monkeypatch.setitem(rewards.REWARDS, "goal", score)
 
 
 def configure(model, run_dir, *overrides):
@@ -348,7 +349,7 @@ def test_a_reference_is_only_kept_where_the_penalty_needs_it(warm, tmp_path, mon
 
 def test_a_penalty_alone_pulls_back_towards_the_reference(warm, tmp_path, monkeypatch):
     # Constant rewards: all advantages are 0, and at the reference itself the penalty has no gradient either.
-    monkeypatch.setattr(OneTask, "score", lambda self, trajectory: (1.0, {}))
+    monkeypatch.setitem(rewards.REWARDS, "goal", lambda trajectory: (1.0, {}))
     train_rl.main(configure(warm, tmp_path, "rl.kl_coef=0.1", "rl.steps=1", "rl.weight_decay=0"))
     [record] = logged(tmp_path, "rl")
     assert record["reward/zero_variance_share"] == 1
@@ -357,7 +358,7 @@ def test_a_penalty_alone_pulls_back_towards_the_reference(warm, tmp_path, monkey
 
 
 def test_unknown_rewards_leave_the_weights_alone(warm, tmp_path, monkeypatch):
-    monkeypatch.setattr(OneTask, "score", lambda self, trajectory: (None, {}))
+    monkeypatch.setitem(rewards.REWARDS, "goal", lambda trajectory: (None, {}))
     assert equal_weights(train_rl.main(configure(warm, tmp_path)), warm)
     for record in logged(tmp_path, "rl"):
         assert record["reward/unknown_share"] == 1 and record["reward/mean"] == "NaN"
@@ -383,9 +384,9 @@ def test_a_world_that_is_down_makes_rewards_unknown_and_training_goes_on(warm, t
 
 def test_one_unknown_reward_is_neither_a_failure_nor_a_part_of_the_baseline(warm, tmp_path):
     config = configure(warm, tmp_path)
-    policy, source = Policy(config.model, seed=1), OneTask(config.data)
+    policy, source = Policy(config.model, seed=1), OneTask(config)
     options = {"environment": "rehearsed", "purpose": "training", "sampling": config.sampling, "samples": 4}
-    trajectories, _ = unfold(policy, [OneTask.task], config, source, **options)
+    trajectories, _ = unfold(policy, [OneTask.task], config, source, Referee(config), **options)
     for trajectory, reward in zip(trajectories, (1.0, None, 0.0, 1.0), strict=True):
         trajectory.sequences[0].segments = trajectory.sequences[0].segments[:2]
         trajectory.sequences[1:] = []

@@ -24,7 +24,9 @@ from envace.config import LoraConfig, ModelConfig, PolicyConfig, SamplingConfig,
 from envace.data import Sampler
 from envace.losses import policy_loss, sft_loss
 from envace.policy import Diverged, Policy
+from envace.referee import Referee
 from envace.types import Evidence, Request, Role, Segment, Sequence
+from envace.verdicts import JudgeOutage
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = {"lr": 1e-3, "weight_decay": 0.01, "grad_clip": 1.0, "max_nonfinite_steps": 3}
@@ -233,7 +235,19 @@ def idle_rank(folder):
     return {"gradients": {name: safe_get_full_grad(p).clone() for name, p in trained(policy).items()}}
 
 
-def train(folder, stage, run_dir, *, stop_at=None, resume=False):
+class LosesItsJudge(Referee):
+    """One rank loses the judge in the third step; all ranks hear of it as they do from a real one."""
+
+    steps = 0
+
+    def end_step(self, total):
+        self.steps += 1
+        if total(torch.distributed.get_rank() == 1 and self.steps == 3):
+            raise JudgeOutage("the judge is gone")
+        return {}
+
+
+def train(folder, stage, run_dir, *, stop_at=None, resume=False, referee=Referee):
     """One stage by its entry point, 5 steps of an epoch of 4. `stop_at`: one rank gets SIGTERM in that step."""
     _reset()
     sampler_next, drawn = Sampler.next, []
@@ -260,12 +274,16 @@ def train(folder, stage, run_dir, *, stop_at=None, resume=False):
     # An untrained model earns nothing, and without rewards that differ there would be no policy gradient.
     assign_rewards, train_rl.assign_rewards = train_rl.assign_rewards, reward
     Sampler.next = interrupted
+    train_rl.Referee = referee
     try:
         {"sft": train_sft, "rl": train_rl}[stage].main(load_config(str(ROOT / "configs" / "demo.yaml"), settings))
         return {"exit": None}
     except SystemExit as stopped:
         return {"exit": stopped.code}
+    except JudgeOutage as outage:
+        return {"exit": str(outage)}
     finally:
+        train_rl.Referee = Referee
         Sampler.next, train_rl.assign_rewards = sampler_next, assign_rewards
 
 
@@ -308,6 +326,8 @@ SCENARIOS = {
             ("resumed-4", "at-4", {"resume": True}),
         ]
     },
+    "rl-judge-gone": lambda folder: train(folder, "rl", "rl-without-judge", referee=LosesItsJudge),
+    "rl-judge-back": lambda folder: train(folder, "rl", "rl-without-judge", resume=True),
 }
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from envace.types import ToolCall, content_hash
+from envace.types import Status, ToolCall, Trajectory, content_hash
 
 TOOL_CALLS = "assistant.tool_calls"
 THINKING = "assistant.content.thinking"
@@ -107,11 +107,13 @@ Turn = tuple[Item, ...]
 class Checklist:
     """The items of each user turn of a reference dialogue; variants are written independently of each other.
 
+    dependence: see `met_items`; a setting of the reward and not of the data.
     Raises ValueError if there is no turn, variants differ in their number of turns, two items of a turn have one id,
     a dependence names no item of its turn, or a weight is negative or not finite.
     """
 
     variants: tuple[tuple[Turn, ...], ...]
+    dependence: bool = False
 
     def __post_init__(self) -> None:
         if not self.variants or not self.variants[0]:
@@ -306,6 +308,27 @@ def reward(checklist: Checklist, turns: Sequence[Sequence[TurnVerdicts]], *, dep
         raise ValueError(f"verdicts for {len(turns)} turns, but the checklist has {checklist.num_turns}")
     worst, best = (_reward(checklist, turns, unknown, dependence) for unknown in (False, True))
     return worst if worst == best else None
+
+
+def score_checklist(trajectory: Trajectory) -> tuple[float | None, dict[str, float]]:
+    """(reward, parts) of a trajectory whose goal is a Checklist; None if unknown, also after a service fault.
+
+    turns: completed, as a share of the reference's. items: met, as a share of those that were judged for sure.
+    """
+    if trajectory.status is Status.FAULT:
+        return None, {}
+    checklist: Checklist = trajectory.task.goal
+    met = [
+        is_met
+        for number, turn in enumerate(trajectory.verdicts)
+        for items, verdicts in zip(checklist.turn(number), turn, strict=True)
+        for is_met in met_items(items, verdicts, dependence=checklist.dependence)
+        if is_met is not None
+    ]
+    parts = {"turns": len(trajectory.verdicts) / checklist.num_turns}
+    if met:
+        parts["items"] = sum(met) / len(met)
+    return reward(checklist, trajectory.verdicts, dependence=checklist.dependence), parts
 
 
 def _reward(checklist: Checklist, turns: Sequence[Sequence[TurnVerdicts]], unknown: bool, dependence: bool) -> float:

@@ -19,10 +19,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from envace.config import Config, settings_of
-from envace.types import UserError
+from envace.types import Interruption, UserError
 
 # Settings that a resumed run may change: they touch what is trained by rounding at most. Those of the other stage, too.
-FREE = ("checkpoint.", "eval.", "run_dir", "policy.logprob_chunk", "policy.gradient_checkpointing")
+FREE = (
+    *("checkpoint.", "eval.", "data.eval", "run_dir", "policy.logprob_chunk", "policy.gradient_checkpointing"),
+    # Where the judge is and how it is reached, but not which one it is.
+    *("judge.endpoints", "judge.key_env", "judge.concurrency", "judge.timeout", "judge.retries", "judge.cache"),
+    *("judge.max_unknown_share", "judge.max_outage_minutes"),
+)
 OTHER_STAGE = {"sft": "rl.", "rl": "sft."}
 FIELDS = {"step", "world_size", "settings", "start", "stateful"}
 FILES = "files.json"
@@ -51,6 +56,10 @@ class Shards(Protocol):
 
     def load_state(self, folder: Path) -> None: ...
 
+    def randomness(self) -> Any: ...
+
+    def restore_randomness(self, states: Any) -> None: ...
+
     def any_rank(self, flag: bool) -> bool: ...
 
     def sum_over_ranks(self, value: float) -> float: ...
@@ -60,6 +69,8 @@ class Shards(Protocol):
 
 class Checkpoints:
     """A context manager around the loop of one stage. Inside it SIGTERM means: save after this step, then exit 0.
+
+    An Interruption that leaves it undoes the step it came in and saves what was before, so the step is done anew.
 
     stateful: what has to go on where it stood, besides the policy, by name; each rank keeps its own.
     """
@@ -71,10 +82,16 @@ class Checkpoints:
         self.free = (*FREE, OTHER_STAGE[stage])
         self.stateful = stateful
         self._asked_to_stop = False
+        self._undo = lambda: 0
         self._started_from: dict[str, str] | None = None
 
     def resume(self) -> int:
         """The step to go on with; 0 for a new run. Raises CheckpointError if the last one does not fit this run."""
+        done = self._resume()
+        self._remember(done)
+        return done
+
+    def _resume(self) -> int:
         folder = latest(self.root)
         found = -1 if folder is None else int(folder.name.removeprefix("step-"))
         if self.policy.any_rank(self.policy.sum_over_ranks(found) != found * self.policy.world_size):
@@ -114,10 +131,11 @@ class Checkpoints:
         if stop:
             logger.info("SIGTERM: stopped after step %d; go on with checkpoint.resume=true", done)
             raise SystemExit(0)
+        self._remember(done)
 
     def save(self, done: int) -> None:
         """Write the checkpoint of `done` steps; all ranks call it. The old ones stay until it is complete."""
-        folder = self.root / f"step-{done:06d}"
+        folder = self._folder(done)
         partial = folder.with_name(folder.name + PARTIAL)
         main = self.policy.rank == 0
         with self._writing(folder):
@@ -151,8 +169,29 @@ class Checkpoints:
         self._before = signal.signal(signal.SIGTERM, ask_to_stop)
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         signal.signal(signal.SIGTERM, self._before)
+        if kind is not None and issubclass(kind, Interruption):
+            done = self._undo()
+            if done > 0 and latest(self.root) != self._folder(done):
+                self.save(done)
+            logger.info("stopped after step %d; go on with checkpoint.resume=true", done)
+
+    def _remember(self, done: int) -> None:
+        """What a step changes before its first update: the position in the data, the counters and what is random."""
+        before = {name: item.state_dict() for name, item in self.stateful.items()}
+        randomness = self.policy.randomness()
+
+        def undo() -> int:
+            for name, item in self.stateful.items():
+                item.load_state_dict(before[name])
+            self.policy.restore_randomness(randomness)
+            return done
+
+        self._undo = undo
+
+    def _folder(self, done: int) -> Path:
+        return self.root / f"step-{done:06d}"
 
     def _start(self) -> dict[str, str]:
         """SHA-256 of the files that the run started from: reference weights and DeepSpeed's settings."""

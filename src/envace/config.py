@@ -67,11 +67,38 @@ class CheckpointConfig:
 
 @dataclass
 class DataConfig:
-    source: Literal["demo"] = "demo"  # where tasks and demonstrations come from
-    seed: int = 0  # seed of the task templates and the demonstrations
-    demonstrations: int = 4096  # recorded dialogues for SFT
-    train_tasks: int = 2048  # tasks for RL
-    eval_tasks: int = 320  # held-out tasks: other ids and values, and some templates never trained on
+    source: Literal["demo", "cm2"] = "demo"  # the embedded world, or CM2 records
+    path: str = ""  # cm2: records for RL; .json, .jsonl, .parquet, a folder, or OWNER/NAME[:PATTERN] on the hub
+    sft_path: str = ""  # cm2: rows for SFT; empty: the reference dialogues of `path`
+    eval_path: str = ""  # cm2: held-out records; empty: nothing is evaluated
+    on_bad_row: Literal["skip", "fail"] = "skip"  # cm2: a row that fails its checks is left out and counted, or fatal
+    max_prompt_tokens: int = 0  # tasks whose prompt with its tools is longer are left out and counted; 0 keeps all
+    seed: int = 0  # demo: seed of the task templates and the demonstrations
+    demonstrations: int = 4096  # recorded dialogues for SFT; of cm2 at most, and 0 takes all
+    train_tasks: int = 2048  # tasks for RL; of cm2 at most, and 0 takes all
+    eval_tasks: int = 320  # held-out tasks; of cm2 at most, and 0 takes all
+
+
+@dataclass
+class RewardConfig:
+    name: Literal["goal", "gold_calls", "answer_facts", "checklist"] = "goal"  # see envace.rewards; checklist: a judge
+    dependence: bool = False  # checklist: an item counts only if its prerequisites were met at an earlier step
+
+
+@dataclass
+class JudgeConfig:
+    endpoints: list[str] = field(default_factory=list)  # base URLs such as http://localhost:8000/v1, used in turn
+    model: str = ""  # name of the judge model at the endpoints
+    key_env: str = ""  # NAME of the environment variable that holds the API key; empty: no key
+    concurrency: int = 64  # requests in flight at once on each rank, over all endpoints
+    timeout: float = 120.0  # seconds until a request is given up and tried again
+    retries: int = 5  # tries after the first until a verdict is unknown
+    temperature: float = 0.6  # of the judge; 0 means greedy
+    top_p: float = 0.8  # nucleus
+    max_tokens: int = 6000  # longest reply
+    cache: str = ""  # JSON lines file with verdicts by content; empty: remembered in memory only
+    max_unknown_share: float = 0.1  # a step with a larger share of unknown verdicts stops the run
+    max_outage_minutes: float = 10.0  # how long to wait while no endpoint can be reached, then the run stops
 
 
 @dataclass
@@ -94,9 +121,18 @@ class RolloutConfig:
 
 
 @dataclass
+class RehearseConfig:
+    grounding: Literal["none", "earlier_recorded_calls"] = "none"  # shown to REHEARSE in view separate
+    reuse_recorded: bool = False  # a call that the reference dialogue makes too gets the recorded response
+    schema_check: bool = False  # a call that its tool's JSON schema forbids gets an error in place of a rehearsal
+
+
+@dataclass
 class SFTConfig:
     roles: list[str] = field(default_factory=lambda: ["act", "rehearse"])  # whose tokens carry loss
     steps: int = 400  # optimizer steps
+    epochs: int = 0  # > 0: passes over the demonstrations, in place of `steps`
+    max_tokens: int = 0  # demonstrations with a longer sequence are left out and counted; 0 keeps all
     batch_size: int = 32  # dialogues per optimizer step, over all ranks
     micro_batch_size: int = 32  # sequences per forward pass on one rank
     lr: float = 1e-5  # peak learning rate
@@ -147,7 +183,10 @@ class Config:
     policy: PolicyConfig = field(default_factory=PolicyConfig)  # how they are trained, sharded and kept in memory
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # what an interrupted run goes on from
     data: DataConfig = field(default_factory=DataConfig)  # which tasks
+    reward: RewardConfig = field(default_factory=RewardConfig)  # what a trajectory is worth
+    judge: JudgeConfig = field(default_factory=JudgeConfig)  # who judges checklists
     rollout: RolloutConfig = field(default_factory=RolloutConfig)  # how episodes unfold
+    rehearse: RehearseConfig = field(default_factory=RehearseConfig)  # what answers a call besides the policy
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # how training samples
     sft: SFTConfig = field(default_factory=SFTConfig)  # supervised warm-up
     rl: RLConfig = field(default_factory=RLConfig)  # role-wise GRPO
@@ -160,7 +199,10 @@ COMMAND_LINE = "command line"
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "numpy", "omegaconf")
 ROLES = ("act", "rehearse")
 # Names of int fields; any other int field is a count, >= 1.
-MAY_BE_ZERO = ("seed", "steps", "every", "tasks", "top_k", "r", "pack_tokens")
+MAY_BE_ZERO = (
+    *("seed", "steps", "epochs", "every", "tasks", "top_k", "r", "pack_tokens", "retries", "max_tokens"),
+    *("max_prompt_tokens", "demonstrations", "train_tasks", "eval_tasks"),
+)
 
 Rule = tuple[str, Callable[[Any], bool], str]
 RULES: list[Rule] = [  # key, what its value must satisfy, what to change
@@ -170,6 +212,12 @@ RULES: list[Rule] = [  # key, what its value must satisfy, what to change
     ("eval.sampling.temperature", lambda t: t >= 0, "must be >= 0; 0 is greedy"),
     ("eval.sampling.top_p", lambda p: 0 < p <= 1, "must be > 0 and <= 1"),
     ("seed", lambda seed: seed < 2**31, "must be < 2**31"),
+    ("judge.max_tokens", lambda tokens: tokens > 0, "must be > 0"),
+    ("judge.timeout", lambda seconds: seconds > 0, "must be > 0"),
+    ("judge.temperature", lambda t: t >= 0, "must be >= 0; 0 is greedy"),
+    ("judge.top_p", lambda p: 0 < p <= 1, "must be > 0 and <= 1"),
+    ("judge.max_unknown_share", lambda share: 0 <= share <= 1, "is a share: must be within 0 and 1"),
+    ("judge.max_outage_minutes", lambda minutes: minutes >= 0, "must be >= 0"),
     ("sft.roles", lambda roles: roles and all(role in ROLES for role in roles), "must name act, rehearse or both"),
     ("sft.lr", lambda lr: lr >= 0, "must be >= 0"),
     ("sft.warmup", lambda share: 0 <= share <= 1, "is a share of the steps: must be within 0 and 1"),
@@ -195,7 +243,49 @@ COMBINATIONS: list[tuple[str, Callable[[Config], bool], str]] = [  # a key, what
         lambda c: c.rollout.environment == "rehearsed" or c.rl.role_weights["act"] > 0,
         "only ACT speaks there, so nothing would be trained: set rl.role_weights.act > 0",
     ),
-    ("eval.tasks", lambda c: c.eval.tasks <= c.data.eval_tasks, "there are only data.eval_tasks held-out tasks"),
+    (
+        "data.path",
+        lambda c: c.data.source != "cm2" or c.data.path,
+        "data.source=cm2 reads records: name a file, a folder, or OWNER/NAME of a data set on the hub",
+    ),
+    *(
+        (
+            f"data.{name}",
+            lambda c, name=name: c.data.source == "cm2" or vars(c.data)[name] > 0,
+            "must be >= 1; only data.source=cm2 has an end",
+        )
+        for name in ("demonstrations", "train_tasks", "eval_tasks")
+    ),
+    (
+        "reward.name",
+        lambda c: c.reward.name != "checklist" or c.data.source == "cm2",
+        "only CM2 records have checklists: set data.source=cm2, or reward.name=goal",
+    ),
+    (
+        "judge.endpoints",
+        lambda c: c.reward.name != "checklist" or (c.judge.endpoints and c.judge.model),
+        "checklists need a judge: set judge.endpoints=[http://localhost:8000/v1] and judge.model",
+    ),
+    (
+        "rollout.environment",
+        lambda c: c.rollout.environment != "real" or c.data.source == "demo",
+        "only the embedded world can be executed: set rehearsed",
+    ),
+    (
+        "rehearse.grounding",
+        lambda c: c.rehearse.grounding == "none" or c.rollout.view == "separate",
+        "only a REHEARSE chat of its own can show recorded calls: set rollout.view=separate",
+    ),
+    (
+        "rehearse.reuse_recorded",
+        lambda c: not c.rehearse.reuse_recorded or c.data.source == "cm2",
+        "the embedded world has no recorded calls: set data.source=cm2",
+    ),
+    (
+        "eval.tasks",
+        lambda c: c.eval.tasks <= c.data.eval_tasks or not c.data.eval_tasks,
+        "there are only data.eval_tasks held-out tasks",
+    ),
     (
         "model.dtype",
         lambda c: c.model.dtype == "float32" or c.policy.deepspeed or c.policy.lora.r,
@@ -218,7 +308,7 @@ COMBINATIONS: list[tuple[str, Callable[[Config], bool], str]] = [  # a key, what
     ),
     (
         "rl.prompts_per_step",
-        lambda c: c.rl.prompts_per_step <= c.data.train_tasks,
+        lambda c: c.rl.prompts_per_step <= c.data.train_tasks or not c.data.train_tasks,
         "one step would draw a task twice: raise data.train_tasks",
     ),
 ]

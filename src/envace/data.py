@@ -1,18 +1,27 @@
-"""Where tasks come from, recorded dialogues -> training sequences, and the order in which items are drawn."""
+"""Where tasks come from, which of them are used, and the order in which they are drawn.
+
+    python -m envace.data inspect PATH [--schema rl|sft] [--tokenizer FOLDER]
+
+counts, measures and checks the rows of a CM2 data set; see `envace.cm2.inspect`.
+"""
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from envace.chat import ChatFormat, parse_action
-from envace.config import DataConfig
+from envace.chat import ChatFormat
+from envace.cm2.source import CM2Source
+from envace.config import Config
 from envace.demo.source import DemoSource
-from envace.environments import feed_response
-from envace.prompts import execution_result, rehearse_messages
-from envace.types import Evidence, Executable, Role, Segment, Sequence, Task, ToolCall, Trajectory, UserError
+from envace.episodes import opening
+from envace.types import Executable, Task, Trajectory, UserError
+
+logger = logging.getLogger("envace")
 
 
 class CountsCalls(Protocol):
@@ -23,6 +32,9 @@ class CountsCalls(Protocol):
     def load_state_dict(self, state: dict[str, int]) -> None: ...
 
 
+Dialogue = tuple[Task, list[dict[str, Any]]]  # a recorded one: what it is about, its messages
+
+
 class Source(Protocol):
     """What training and evaluation need to know about a set of tasks."""
 
@@ -30,105 +42,47 @@ class Source(Protocol):
 
     def build_embedded_model(self, path: Path, seed: int) -> None: ...
 
-    def demonstrations(self) -> list[tuple[Task, list[dict[str, Any]]]]: ...
+    def demonstrations(self) -> list[Dialogue]: ...
 
     def train_tasks(self) -> list[Task]: ...
 
     def eval_tasks(self) -> list[Task]: ...
 
+
+@runtime_checkable
+class ExecutableSource(Source, Protocol):
+    """One that has a real environment too."""
+
     def executable(self, task: Task, purpose: str) -> Executable: ...
 
     def reaches_right_state(self, trajectory: Trajectory) -> bool: ...
 
-    def score(self, trajectory: Trajectory) -> tuple[float | None, dict[str, float]]: ...
+
+SOURCES = {"demo": DemoSource, "cm2": CM2Source}
 
 
-SOURCES = {"demo": DemoSource}
+def open_source(config: Config) -> Source:
+    return SOURCES[config.data.source](config)
 
 
-def open_source(config: DataConfig) -> Source:
-    return SOURCES[config.source](config)
+def tasks_within(tasks: list[Task], chat: ChatFormat, limit: int) -> list[Task]:
+    """The tasks whose prompt, tools included, has at most `limit` tokens; see `short_enough`."""
+    return short_enough(tasks, lambda task: len(chat.prompt(opening(task), task.tools)), limit, "tasks")
 
 
-class DialogueError(UserError):
-    """A recorded dialogue breaks the expected order of messages; the message says where."""
+def short_enough(items: list[Any], length: Callable[[Any], int], limit: int, what: str) -> list[Any]:
+    """The items of at most `limit` tokens, in order; 0 is no limit. An item is left out whole, never cut to fit.
 
-
-def demonstration(
-    task: Task, messages: list[dict[str, Any]], chat: ChatFormat, *, separate: bool = False
-) -> Trajectory:
-    """A recorded dialogue as a trajectory for SFT, token for token as a rollout would have laid it out.
-
-    messages: system (optional), user, assistant (raw text, calls inline), tool, ...; each assistant message with n
-    calls, or with one call that cannot be read, is followed by n (or one) tool messages.
-    The recorded responses stand where REHEARSE writes: in the ACT stream, or in chats of their own if `separate`.
+    what: the items in words. Raises UserError if none remains.
     """
-    trajectory = Trajectory(task, task.id, sequences=[Sequence()])
-    stream = trajectory.sequences[0]
-    first_user = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)
-    if first_user is None:
-        raise DialogueError(f"dialogue {task.id}: no user message")
-    head, rest = messages[: first_user + 1], messages[first_user + 1 :]
-    _give(stream, chat.prompt(head, task.tools))
-    trajectory.messages += head
-    answered = False
-    while rest:
-        message, rest = rest[0], rest[1:]
-        trajectory.messages.append(message)
-        if message["role"] != ("user" if answered else "assistant"):
-            raise DialogueError(f"dialogue {task.id}: unexpected {message['role']} message")
-        if answered:
-            _give(stream, chat.user_turn(message["content"]))
-            answered = False
-            continue
-        stream.segments.append(
-            Segment(Role.ACT, chat.output(message["content"]), Evidence.CLAIMED, finish_reason="stop")
-        )
-        action = parse_action(message["content"])
-        expected = max(len(action.calls), 1 if action.error else 0)
-        responses, rest = rest[:expected], rest[expected:]
-        if [m["role"] for m in responses] != ["tool"] * expected:
-            raise DialogueError(f"dialogue {task.id}: a call is not followed by its tool message")
-        _responses(trajectory, action.calls, responses, chat, separate)
-        trajectory.messages += responses
-        answered = not responses
-    stream.open = False
-    return trajectory
-
-
-def _responses(
-    trajectory: Trajectory, calls: list[ToolCall], responses: list[dict[str, Any]], chat: ChatFormat, separate: bool
-) -> None:
-    stream = trajectory.sequences[0]
-    for index, response in enumerate(responses):
-        _give(stream, chat.response_open(index))
-        if not calls:
-            # A call that cannot be read never reaches REHEARSE.
-            feed_response(stream, response["content"], Evidence.OBSERVED, chat)
-        elif separate:
-            trajectory.sequences.append(_rehearse_chat(trajectory, calls[index], response["content"], chat))
-            feed_response(stream, response["content"], Evidence.OBSERVED, chat)
-        else:
-            ids = chat.response(response["content"])
-            stream.segments.append(Segment(Role.REHEARSE, ids, Evidence.OBSERVED, finish_reason="stop"))
-    if responses:
-        _give(stream, chat.response_close())
-
-
-def _rehearse_chat(trajectory: Trajectory, call: ToolCall, text: str, chat: ChatFormat) -> Sequence:
-    prompt = chat.prompt(rehearse_messages(trajectory.task.tools, trajectory.messages, call))
-    output = chat.output(execution_result(text))
-    return Sequence(
-        [
-            Segment(Role.CONTEXT, prompt, Evidence.GIVEN),
-            Segment(Role.REHEARSE, output, Evidence.OBSERVED, finish_reason="stop"),
-        ],
-        open=False,
-    )
-
-
-def _give(stream: Sequence, ids: list[int]) -> None:
-    stream.segments.append(Segment(Role.CONTEXT, ids, Evidence.GIVEN))
+    if limit == 0 or not items:
+        return items
+    kept = [item for item in items if length(item) <= limit]
+    if not kept:
+        raise UserError(f"none of {len(items)} {what} has at most {limit} tokens: raise the limit, or use shorter ones")
+    if left_out := len(items) - len(kept):
+        logger.info("left out %d of %d %s that are longer than %d tokens", left_out, len(items), what, limit)
+    return kept
 
 
 class Sampler:
@@ -156,3 +110,9 @@ class Sampler:
             random.Random(f"{self.seed}-{epoch}").shuffle(self._order)
         self.drawn += 1
         return self.items[self._order[index]]
+
+
+if __name__ == "__main__":
+    from envace.cm2.inspect import main
+
+    main()

@@ -3,7 +3,7 @@
     python -m envace.doctor --config configs/qwen3_8b.yaml [key=value ...]
 
 Prints one line per check (ok, or FAIL and what to change) and the estimated memory of each stage. Exit code 1 if
-anything fails. Nothing is trained, and of the model only config and tokenizer are read.
+anything fails. Nothing is trained; of the model only config and tokenizer are read, of a judge what models it lists.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from envace.chat import TOOL_TOKENS, TURN_TOKENS, ChatFormat, TokenizerError
-from envace.config import Config, DataConfig, ModelConfig
+from envace.config import Config, ModelConfig
 from envace.data import open_source
+from envace.judge import probe
 from envace.memory import (
     GIB,
     RESIDENT,
@@ -38,12 +39,14 @@ from envace.memory import (
 )
 from envace.tracking import run
 from envace.types import UserError, first_line
+from envace.verdicts import JudgeError
 
 STAGES: tuple[Stage, ...] = ("sft", "rl", "eval")
 # Of the GPU's memory; the rest is for the CUDA context, fragmentation and what the estimate leaves out.
 USABLE = 0.9
 # What a sharded config is estimated for where there is no GPU.
 ASSUMED_GPUS = 8
+SHOWN_MODELS = 5  # of those that an endpoint lists
 # What transformers raises for a file that is missing, unreadable or of another kind, and for a hub out of reach.
 LOAD_ERRORS = (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError)
 
@@ -108,7 +111,9 @@ def checks(config: Config, machine: Machine, model: Model) -> Iterator[Check]:
         yield check_disk(config, machine, model.shape)
         for stage in STAGES:
             yield check_memory(config, machine, model.shape, stage)
-    yield check_data(config.data)
+    yield check_data(config)
+    if config.reward.name == "checklist":
+        yield check_judge(config)
 
 
 def check_gpus(config: Config, machine: Machine) -> Check:
@@ -231,12 +236,38 @@ def _remedies(config: Config, phase: str, model_is_large: bool) -> Iterator[str]
     yield "lower rollout.max_context_tokens or rollout.max_new_tokens"
 
 
-def check_data(config: DataConfig) -> Check:
+def check_data(config: Config) -> Check:
+    name = f"data.source={config.data.source}"
     try:
-        open_source(config)
-    except (UserError, OSError) as error:
-        return Check("data", False, f"data.source={config.source} cannot be opened: {error}")
-    return Check("data", True, f"data.source={config.source}")
+        source = open_source(config)
+        counts = len(source.demonstrations()), len(source.train_tasks()), len(source.eval_tasks())
+    except UserError as error:
+        return Check("data", False, f"{name}: {error}")
+    return Check("data", True, f"{name}: {counts[0]} demonstrations, {counts[1]} tasks, {counts[2]} held-out tasks")
+
+
+def check_judge(config: Config) -> Check:
+    """Every endpoint can be reached, takes the key and lists the model. No question is asked."""
+    model = config.judge.model
+    try:
+        found = probe(config.judge)
+    except JudgeError as error:
+        return Check("judge", False, str(error))
+    problems, useful = [], []
+    for url, models in found.items():
+        if isinstance(models, JudgeError):
+            problems.append(str(models).removeprefix("judge: "))
+        elif model not in models:
+            problems.append(f"{url} lists {_some(models)}, not judge.model={model}: correct it, or serve it there")
+        else:
+            useful.append(url)
+    summary = [f"{model} is listed at {', '.join(useful)}"] if useful else []
+    return Check("judge", not problems, "; ".join(problems + summary))
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN_MODELS} more" if len(names) > SHOWN_MODELS else ""
+    return ", ".join(names[:SHOWN_MODELS]) + more if names else "no model"
 
 
 def inspect_machine(config: Config) -> Machine:

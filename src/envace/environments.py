@@ -5,16 +5,23 @@
 | Constant    | always the same response (a control)       | no      | simulated |
 | Real        | an executable environment                  | no      | observed  |
 
+and two layers around another one:
+
+| Recorded    | the reference dialogue, where it makes the same call           | no | observed |
+| SchemaCheck | an error of ours, where the tool's schema forbids the call     | no | given    |
+
 An environment object serves one episode. `respond` is a coroutine: it appends the response to the ACT stream and
 returns what it means. In view `shared` REHEARSE writes in the very slot where a real response would stand.
 """
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, Protocol
 
 from envace.chat import ChatFormat, parse_observation
 from envace.prompts import rehearse_messages, to_json
+from envace.schemas import call_error
 from envace.types import (
     Evidence,
     Executable,
@@ -33,7 +40,6 @@ from envace.types import (
 
 
 class Environment(Protocol):
-    evidence: Evidence
     # Whether a call that cannot be read is answered with an error, or ends the trajectory.
     answers_malformed_calls: bool
 
@@ -45,20 +51,22 @@ class Rehearsed:
     """The policy rehearses its own world.
 
     separate: REHEARSE gets a chat of its own per call; its response is then fed to the ACT stream as context.
+    grounded: that chat shows the recorded calls of earlier user turns.
     model: the name that is logged as the author of each rehearsed segment.
     """
 
-    evidence = Evidence.REHEARSED
     answers_malformed_calls = False
 
-    def __init__(self, *, separate: bool = False, model: str = ""):
+    def __init__(self, *, separate: bool = False, grounded: bool = False, model: str = ""):
         self.separate = separate
+        self.grounded = grounded
         self.model = model
 
     def respond(self, trajectory: Trajectory, call: ToolCall, chat: ChatFormat, limits: Limits) -> Steps[Observation]:
         stream = trajectory.sequences[0]
         if self.separate:
-            messages = rehearse_messages(trajectory.task.tools, trajectory.messages, call)
+            known = chain(*trajectory.task.recorded[: len(trajectory.answers)]) if self.grounded else ()
+            messages = rehearse_messages(trajectory.task.tools, trajectory.messages, call, known)
             sequence = Sequence([Segment(Role.CONTEXT, chat.prompt(messages), Evidence.GIVEN)])
             trajectory.sequences.append(sequence)
         else:
@@ -78,41 +86,73 @@ class Rehearsed:
             return Observation(text=observation.text, error=error)
         if self.separate:
             written = sequence.segments[-1].provenance
-            feed_response(stream, observation.text, self.evidence, chat, provenance=written)
+            feed_response(stream, observation.text, Evidence.REHEARSED, chat, provenance=written)
         return observation
 
 
 class Constant:
     """Always the same response: the control that shows whether a world needs rehearsal."""
 
-    evidence = Evidence.SIMULATED
     answers_malformed_calls = False
 
     def __init__(self, response: Any):
         self.response = response
 
     def respond(self, trajectory: Trajectory, call: ToolCall, chat: ChatFormat, limits: Limits) -> Steps[Observation]:
-        text = to_json(self.response)
-        feed_response(trajectory.sequences[0], text, self.evidence, chat)
-        return Observation(text=text, value=self.response)
+        return feed_value(trajectory.sequences[0], self.response, Evidence.SIMULATED, chat)
         yield  # makes this a coroutine like the others; it never asks for tokens
 
 
 class Real:
     """An executable environment. Its responses are context: they carry no loss."""
 
-    evidence = Evidence.OBSERVED
     answers_malformed_calls = True
 
     def __init__(self, executable: Executable):
         self.executable = executable
 
     def respond(self, trajectory: Trajectory, call: ToolCall, chat: ChatFormat, limits: Limits) -> Steps[Observation]:
-        value = self.executable.execute(call)
-        text = to_json(value)
-        feed_response(trajectory.sequences[0], text, self.evidence, chat)
-        return Observation(text=text, value=value)
+        return feed_value(trajectory.sequences[0], self.executable.execute(call), Evidence.OBSERVED, chat)
         yield  # makes this a coroutine like the others; it never asks for tokens
+
+
+class Recorded:
+    """The recorded response where the reference dialogue has the same call, by name and arguments; `inner` otherwise.
+
+    Only of this user turn and earlier ones, as later ones are not known yet. A call that is made again gets the next
+    recorded response to it, and the last one when there is no further.
+    """
+
+    def __init__(self, inner: Environment):
+        self.inner = inner
+        self.answers_malformed_calls = inner.answers_malformed_calls
+
+    def respond(self, trajectory: Trajectory, call: ToolCall, chat: ChatFormat, limits: Limits) -> Steps[Observation]:
+        known = chain(*trajectory.task.recorded[: len(trajectory.answers) + 1])
+        responses = [recorded.response for recorded in known if recorded.call.key() == call.key()]
+        if not responses:
+            return (yield from self.inner.respond(trajectory, call, chat, limits))
+        made = sum(exchange.call.key() == call.key() for exchange in trajectory.exchanges)
+        text = responses[min(made, len(responses) - 1)]
+        feed_response(trajectory.sequences[0], text, Evidence.OBSERVED, chat)
+        return Observation(text, parse_observation(text).value, evidence=Evidence.OBSERVED)
+
+
+class SchemaCheck:
+    """An error where the call names no tool, or its arguments do not fit the tool's JSON schema; `inner` otherwise.
+
+    The error is fed as context and the episode goes on, as it would with a real environment that checks its calls.
+    """
+
+    def __init__(self, inner: Environment):
+        self.inner = inner
+        self.answers_malformed_calls = inner.answers_malformed_calls
+
+    def respond(self, trajectory: Trajectory, call: ToolCall, chat: ChatFormat, limits: Limits) -> Steps[Observation]:
+        error = call_error(trajectory.task.tools, call)
+        if error is None:
+            return (yield from self.inner.respond(trajectory, call, chat, limits))
+        return feed_value(trajectory.sequences[0], error, Evidence.GIVEN, chat)
 
 
 def write_output(
@@ -149,6 +189,13 @@ def fail_output(trajectory: Trajectory, sequence: Sequence, reason: str) -> None
     """The last output of `sequence` cannot be read: the trajectory ends with a known low value."""
     sequence.segments[-1].finish_reason = "parse_error"
     trajectory.status, trajectory.reason = Status.PARSE_ERROR, reason
+
+
+def feed_value(stream: Sequence, value: Any, evidence: Evidence, chat: ChatFormat) -> Observation:
+    """Append JSON as a response."""
+    text = to_json(value)
+    feed_response(stream, text, evidence, chat)
+    return Observation(text, value, evidence=evidence)
 
 
 def feed_response(

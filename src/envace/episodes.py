@@ -7,6 +7,7 @@ same code.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 
 from envace.chat import ChatFormat, parse_action
 from envace.environments import Environment, fail_output, feed_response, write_output
@@ -30,22 +31,46 @@ from envace.types import (
     Trajectory,
 )
 
+EndTurn = Callable[[Trajectory], Steps[bool]]
+
+
+def go_on(trajectory: Trajectory) -> Steps[bool]:
+    """Every user turn is followed by the next one."""
+    return True
+    yield  # makes this a coroutine
+
+
+def opening(task: Task) -> list[dict[str, str]]:
+    """The messages that an episode begins with. An empty system message is none."""
+    system = [{"role": "system", "content": task.system}] if task.system else []
+    return [*system, {"role": "user", "content": task.user_turns[0]}]
+
 
 def episode(
-    task: Task, environment: Environment, chat: ChatFormat, limits: Limits, *, group_id: str = ""
+    task: Task,
+    environment: Environment,
+    chat: ChatFormat,
+    limits: Limits,
+    *,
+    group_id: str = "",
+    end_turn: EndTurn = go_on,
 ) -> Steps[Trajectory]:
-    """Unfold one trajectory: for each scripted user turn, ACT and the environment alternate until ACT answers."""
+    """Unfold one trajectory: for each scripted user turn, ACT and the environment alternate until ACT answers.
+
+    end_turn: called after each answer; tells whether the next user turn comes.
+    """
     trajectory = Trajectory(task, group_id or task.id, sequences=[Sequence()])
     stream = trajectory.sequences[0]
-    messages = [{"role": "system", "content": task.system}] if task.system else []
     try:
         for turn, text in enumerate(task.user_turns):
-            message = {"role": "user", "content": text}
-            trajectory.messages += [message] if turn else [*messages, message]
+            trajectory.messages += [{"role": "user", "content": text}] if turn else opening(task)
             ids = chat.user_turn(text) if turn else chat.prompt(trajectory.messages, task.tools)
             stream.segments.append(Segment(Role.CONTEXT, ids, Evidence.GIVEN))
             yield from _user_turn(trajectory, environment, chat, limits, turn)
             if trajectory.status is not Status.FINISHED:
+                break
+            if not (yield from end_turn(trajectory)):
+                trajectory.reason = "gate" if turn + 1 < len(task.user_turns) else ""
                 break
     except ServiceFault as fault:
         trajectory.status, trajectory.reason = Status.FAULT, str(fault)
@@ -101,7 +126,7 @@ def _respond(
             return
         # A response that cannot be read is an exchange too, with value None.
         trajectory.exchanges.append(
-            Exchange(call, observation.value, turn, trajectory.rounds - 1, environment.evidence)
+            Exchange(call, observation.value, turn, trajectory.rounds - 1, observation.evidence)
         )
         if trajectory.status is not Status.FINISHED:
             return
@@ -117,25 +142,36 @@ def _cap_reached(trajectory: Trajectory, action: Action, limits: Limits) -> str:
 
 
 def gather(episodes: Iterable[Steps[Trajectory]]) -> Steps[list[Trajectory]]:
-    """Advance several episodes together: one flat list of requests per round, results in the order given."""
+    """Advance several episodes together: one flat list of requests per round, results in the order given.
+
+    An episode that waits for a Future sits out one round of the others, which goes on meanwhile; after that all wait
+    for it. So what is generated together, and with it what is sampled, does not depend on how quick a service is.
+    """
     live = list(episodes)
     results: list[Trajectory | None] = [None] * len(live)
     pending: dict[int, list[Request]] = {}
+    waiting: dict[int, Future] = {}
 
     def advance(i: int, completions: list[Completion] | None) -> None:
         try:
-            pending[i] = live[i].send(completions)
+            asked = live[i].send(completions)
         except StopIteration as stop:
-            pending.pop(i, None)
             results[i] = stop.value
+        else:
+            (waiting if isinstance(asked, Future) else pending)[i] = asked
 
     for i in range(len(live)):
         advance(i, None)
-    while pending:
-        order = list(pending)
-        completions = iter((yield [request for i in order for request in pending[i]]))
-        for i in order:
-            advance(i, [next(completions) for _ in pending[i]])
+    while pending or waiting:
+        asked, awaited = dict(sorted(pending.items())), dict(waiting)
+        pending.clear()
+        waiting.clear()
+        completions = iter((yield [r for requests in asked.values() for r in requests]) if asked else ())
+        for i, requests in asked.items():
+            advance(i, [next(completions) for _ in requests])
+        wait(awaited.values())
+        for i in awaited:
+            advance(i, None)
     return results
 
 
@@ -157,6 +193,7 @@ def rollout(
     chat: ChatFormat,
     limits: Limits,
     *,
+    end_turn: EndTurn = go_on,
     samples: int = 1,
     share: Callable[[list[tuple[str, Task]]], list[tuple[str, Task]]] = list,
     batch_size: int = 128,
@@ -174,7 +211,10 @@ def rollout(
     trajectories: list[Trajectory] = []
     for start in range(0, len(mine), batch_size):
         chunk = mine[start : start + batch_size]
-        live = [episode(task, environment_for(task), chat, limits, group_id=group) for group, task in chunk]
+        live = [
+            episode(task, environment_for(task), chat, limits, group_id=group, end_turn=end_turn)
+            for group, task in chunk
+        ]
         trajectories += drive(gather(live), generate)
         on_done(len(chunk))
     return trajectories

@@ -6,6 +6,8 @@
 - imagination gap: rehearsed minus real success, over the tasks whose reward is known in both;
 - rehearsal fidelity: the share of JSON fields in a rehearsed response that equal the real environment's response after
   the same calls, by interaction round.
+
+Data without an executable environment (CM2) has only what rehearsal tells: rehearsed success and reward.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ from collections.abc import Callable
 from statistics import fmean
 
 from envace.config import Config, SamplingConfig
-from envace.data import Source
-from envace.environments import Constant, Environment, Real, Rehearsed
+from envace.data import ExecutableSource, Source
+from envace.environments import Constant, Environment, Real, Recorded, Rehearsed, SchemaCheck
 from envace.episodes import rollout
 from envace.metrics import fidelity_shares, rehearsal_fidelity
 from envace.policy import Policy
+from envace.referee import Referee
+from envace.rewards import REWARDS
 from envace.types import Limits, Status, Task, Trajectory
 
 CONSTANT_RESPONSE = {"ok": True}
@@ -29,10 +33,22 @@ def environment_factory(
 ) -> Callable[[Task], Environment]:
     """task -> a fresh environment for one episode. name: as in rollout.environment."""
     return {
-        "rehearsed": lambda task: Rehearsed(separate=config.rollout.view == "separate", model=policy.name),
+        "rehearsed": lambda task: rehearsed(config, policy.name),
         "constant": lambda task: Constant(CONSTANT_RESPONSE),
         "real": lambda task: Real(source.executable(task, purpose)),
     }[name]
+
+
+def rehearsed(config: Config, model: str) -> Environment:
+    """The policy's own world for one episode, in the layers that the settings put around it."""
+    environment: Environment = Rehearsed(
+        separate=config.rollout.view == "separate",
+        grounded=config.rehearse.grounding == "earlier_recorded_calls",
+        model=model,
+    )
+    if config.rehearse.reuse_recorded:
+        environment = Recorded(environment)
+    return SchemaCheck(environment) if config.rehearse.schema_check else environment
 
 
 def limits_of(config: Config) -> Limits:
@@ -45,6 +61,7 @@ def unfold(
     tasks: list[Task],
     config: Config,
     source: Source,
+    referee: Referee,
     *,
     environment: str,
     purpose: str,
@@ -64,6 +81,7 @@ def unfold(
             factory,
             policy.chat,
             limits_of(config),
+            end_turn=referee.end_turn,
             samples=samples,
             share=policy.share,
             batch_size=config.rollout.batch_size,
@@ -72,9 +90,10 @@ def unfold(
     return trajectories, generate.sampled_tokens
 
 
-def assign_rewards(trajectories: list[Trajectory], source: Source) -> None:
+def assign_rewards(trajectories: list[Trajectory], name: str) -> None:
+    """name: a key of REWARDS."""
     for trajectory in trajectories:
-        trajectory.reward, trajectory.reward_parts = source.score(trajectory)
+        trajectory.reward, trajectory.reward_parts = REWARDS[name](trajectory)
 
 
 def evaluate_policy(
@@ -82,45 +101,64 @@ def evaluate_policy(
     tasks: list[Task],
     config: Config,
     source: Source,
+    referee: Referee,
     *,
     on_done: Callable[[int], object] = lambda n: None,
 ) -> tuple[dict[str, float], dict[str, list[Trajectory]]]:
-    """(metrics, trajectories by environment) of eval.samples sampled runs, real and rehearsed."""
+    """(metrics, trajectories by environment) of eval.samples sampled runs, real (if there is one) and rehearsed."""
     unfolded, mine = {}, {}
-    for environment in ("real", "rehearsed"):
+    for environment in ("real", "rehearsed") if isinstance(source, ExecutableSource) else ("rehearsed",):
         mine[environment], _ = unfold(
             policy,
             tasks,
             config,
             source,
+            referee,
             environment=environment,
             purpose="evaluation",
             sampling=config.eval.sampling,
             samples=config.eval.samples,
             on_done=on_done,
         )
-        assign_rewards(mine[environment], source)
+        assign_rewards(mine[environment], config.reward.name)
         unfolded[environment] = policy.gather(mine[environment])
-    real, rehearsed = unfolded["real"], unfolded["rehearsed"]
+    imagined = unfolded["rehearsed"]
+    metrics = {
+        "eval/rehearsed_success": success(imagined),
+        "eval/rehearsed_reward": mean_or_nan([t.reward for t in imagined if t.reward is not None]),
+        "eval/rehearsed_parse_error": mean_or_nan([float(t.status is Status.PARSE_ERROR) for t in imagined]),
+        "eval/unknown_rewards": mean_or_nan([float(t.reward is None) for t in imagined]),
+    }
+    if isinstance(source, ExecutableSource):
+        metrics |= against_reality(policy, mine, unfolded, config, source)
+    return metrics, unfolded
+
+
+def against_reality(
+    policy: Policy,
+    mine: dict[str, list[Trajectory]],
+    unfolded: dict[str, list[Trajectory]],
+    config: Config,
+    source: ExecutableSource,
+) -> dict[str, float]:
+    """What only an executable environment can tell. mine: this rank's trajectories; unfolded: those of all ranks."""
+    real = unfolded["real"]
     happened = [t for t in mine["real"] if t.status is not Status.FAULT]
     right_states = policy.gather([float(source.reaches_right_state(t)) for t in happened])
     counts = rehearsal_fidelity(mine["rehearsed"], lambda task: source.executable(task, "fidelity"))
     fidelity = fidelity_shares(policy.gather(list(counts.items())))
-    metrics = {
+    return {
         "eval/real_success": success(real),
         "eval/right_final_state": mean_or_nan(right_states),
-        "eval/rehearsed_success": success(rehearsed),
-        "eval/imagination_gap": imagination_gap(real, rehearsed, config.eval.samples),
+        "eval/imagination_gap": imagination_gap(real, unfolded["rehearsed"], config.eval.samples),
         "eval/truncated": mean_or_nan([float(t.status is Status.TRUNCATED) for t in real]),
-        "eval/rehearsed_parse_error": mean_or_nan([float(t.status is Status.PARSE_ERROR) for t in rehearsed]),
         **{f"fidelity/round_{number}": share for number, share in fidelity.items()},
     }
-    return metrics, unfolded
 
 
 def success(trajectories: list[Trajectory]) -> float:
     """The share of known rewards that are 1; NaN if none is known."""
-    return mean_or_nan([float(t.reward == 1.0) for t in trajectories if t.reward is not None])
+    return mean_or_nan([float(t.succeeded) for t in trajectories if t.reward is not None])
 
 
 def success_by_task(trajectories: list[Trajectory], samples: int) -> list[float | None]:

@@ -26,24 +26,25 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
 from openai import APIError, APIStatusError, APITimeoutError, AsyncOpenAI
 
-from envace.chat import THINK_CLOSE, THINK_OPEN, parse_action
-from envace.checklist import VERDICT_SCHEMA, Message, Question, Verdict, judge_messages
-from envace.types import content_hash, first_line
-from envace.verdicts import JudgeError, Outage, VerdictCache, read_verdict
+from envace.checklist import VERDICT_SCHEMA, Question, Verdict, judge_messages
+from envace.config import JudgeConfig
+from envace.types import UserError, content_hash, first_line
+from envace.verdicts import JudgeError, JudgeOutage, Outage, VerdictCache, read_verdict
 
 logger = logging.getLogger("envace")
 
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 30.0  # seconds before the first retry, doubled for each further one
 AVOID_SECONDS = 5.0  # how long an endpoint that failed is passed over while another works
+PROBE_SECONDS = 10.0  # until `probe` gives an endpoint up
 LONG_WAIT = 30.0  # seconds of rest that an endpoint cannot ask for without a warning
 MESSAGE_CHARS = 300  # of what an endpoint says about an error
 JITTER = random.Random()  # its own: training's must not depend on how often the judge failed
@@ -52,22 +53,6 @@ COUNTS = ("asked", "answered", "cached", "unknown", "refused", "requests", "prom
 CAUSES = ("rate_limit", "server_error", "timeout", "connection", "no_verdict")
 REFUSES_ALL = {401: "refuses the key", 403: "refuses the key", 404: "does not know the model or the path"}
 RESPONSE_FORMAT = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": VERDICT_SCHEMA}}
-
-
-@dataclass
-class JudgeConfig:
-    endpoints: list[str] = field(default_factory=list)  # base URLs such as http://localhost:8000/v1, used in turn
-    model: str = ""  # name of the judge model at the endpoints
-    key_env: str = ""  # NAME of the environment variable that holds the API key; empty: no key
-    concurrency: int = 64  # requests in flight at once, over all endpoints
-    timeout: float = 120.0  # seconds until a request is given up and tried again
-    retries: int = 5  # tries after the first until a verdict is unknown
-    temperature: float = 0.6  # of the judge; 0 means greedy
-    top_p: float = 0.8  # nucleus
-    max_tokens: int = 6000  # longest reply
-    cache: str = ""  # JSON lines file with verdicts by content; empty: remembered in memory only
-    max_unknown_share: float = 0.1  # a step with a larger share of unknown verdicts stops the run
-    max_outage_minutes: float = 10.0  # how long to wait while no endpoint can be reached, then the run stops
 
 
 @dataclass
@@ -108,6 +93,7 @@ class Judge:
         self._counts: Counter[str] = Counter()
         self._latency = 0.0
         self._last_failure = ""
+        self._broken: UserError | None = None
         self._loop = asyncio.new_event_loop()
         # A daemon, so that a failing program is not kept alive by what it still waits for.
         self._thread = threading.Thread(target=self._loop.run_forever, name="judge", daemon=True)
@@ -125,29 +111,34 @@ class Judge:
         """The same for coroutines, of any event loop."""
         return await asyncio.wrap_future(self.submit(questions))
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, total: Callable[[float], float] = float) -> dict[str, float]:
         """Counts since the last `end_step`: asked = answered + cached + unknown. Tokens and seconds are of all replies.
 
         cached: the question was answered before, or was being asked at that time. refused: the endpoint would not
-        answer it, for example because it is too long.
+        answer it, for example because it is too long. total: sums a count over all ranks.
         """
-        counts = {name: float(self._counts[name]) for name in COUNTS}
-        retries = {f"retries_{cause}": float(self._counts[f"retries_{cause}"]) for cause in CAUSES}
-        asked, replies = counts["asked"], self._counts["replies"]
+        counts = {name: total(self._counts[name]) for name in COUNTS}
+        retries = {f"retries_{cause}": total(self._counts[f"retries_{cause}"]) for cause in CAUSES}
+        asked, replies, latency = counts["asked"], total(self._counts["replies"]), total(self._latency)
         rates = {
             "unknown_share": counts["unknown"] / asked if asked else 0.0,
-            "latency_seconds": self._latency,
-            "latency_mean_seconds": self._latency / replies if replies else 0.0,
+            "latency_seconds": latency,
+            "latency_mean_seconds": latency / replies if replies else 0.0,
         }
         return {f"judge/{name}": value for name, value in {**counts, **retries, **rates}.items()}
 
-    def end_step(self) -> dict[str, float]:
+    def end_step(self, total: Callable[[float], float] = float) -> dict[str, float]:
         """The metrics of the step that ends, all of whose questions are answered; the next one counts from 0.
 
-        Raises JudgeOutage if more than `max_unknown_share` of the step's questions had no verdict.
+        total: sums a number over all ranks, all of which call this and fare alike.
+        Raises JudgeOutage if more than `max_unknown_share` of the step's questions had no verdict, and if a future of
+        the step raised.
         """
-        metrics = self.metrics()
+        metrics = self.metrics(total)
+        broken, self._broken = self._broken, None
         self._counts, self._latency = Counter(), 0.0
+        if total(broken is not None):
+            raise JudgeOutage(str(broken or "judge: it failed for another process, whose log says how"))
         self._outage.check_step(int(metrics["judge/asked"]), int(metrics["judge/unknown"]), self._last_failure)
         return metrics
 
@@ -176,7 +167,11 @@ class Judge:
             await endpoint.client.close()
 
     async def _verdicts(self, questions: list[Question]) -> list[Verdict]:
-        return await asyncio.gather(*(self._verdict(question) for question in questions))
+        try:
+            return await asyncio.gather(*(self._verdict(question) for question in questions))
+        except UserError as error:
+            self._broken = error
+            raise
 
     async def _verdict(self, question: Question) -> Verdict:
         request = self._request(question)
@@ -284,23 +279,33 @@ class Judge:
         return verdict
 
 
-def seen_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
-    """The messages of a trajectory ({"role", "content"}) for a judge: an output is split in thinking, reply and calls.
+def probe(config: JudgeConfig) -> dict[str, list[str] | JudgeError]:
+    """By endpoint the names of the models that it lists, or why there is no list. No question is asked.
 
-    An output with a call that cannot be read shows as a reply, as it was written.
+    Raises JudgeError for settings that cannot work.
     """
-    seen = []
-    for message in messages:
-        role, text = message["role"], message["content"]
-        if role != "assistant":
-            seen.append(Message(role, text))
-            continue
-        thinking, visible, action = "", text, parse_action(text)
-        if text.lstrip().startswith(THINK_OPEN):
-            thinking, _, visible = text.lstrip().removeprefix(THINK_OPEN).partition(THINK_CLOSE)
-        reply = visible.strip() if action.error else action.content
-        seen.append(Message(role, reply, thinking.strip(), tuple(action.calls)))
-    return seen
+
+    async def answers() -> list[list[str] | JudgeError]:
+        return await asyncio.gather(*map(_models, _endpoints(config)))
+
+    return dict(zip(config.endpoints, asyncio.run(answers()), strict=True))
+
+
+async def _models(endpoint: _Endpoint) -> list[str] | JudgeError:
+    advice = "start it, or correct judge.endpoints"
+    try:
+        async with endpoint.client, asyncio.timeout(PROBE_SECONDS):
+            response = await endpoint.client.models.with_raw_response.list()
+        return [str(model["id"]) for model in json.loads(response.text)["data"]]
+    except (TimeoutError, APITimeoutError):
+        return JudgeError(f"{endpoint.url}: no reply within {PROBE_SECONDS:g} seconds: {advice}")
+    except APIError as error:
+        try:
+            return JudgeError(f"{_failure(error, endpoint.url, endpoint.client.api_key).text}: {advice}")
+        except JudgeError as refusal:
+            return refusal
+    except (ValueError, KeyError, TypeError):
+        return JudgeError(f"{endpoint.url}: a reply without a list of models: {advice}")
 
 
 def _endpoints(config: JudgeConfig) -> list[_Endpoint]:
@@ -323,6 +328,7 @@ def _endpoints(config: JudgeConfig) -> list[_Endpoint]:
 def _is_plain_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
+        _ = parts.port  # raises if it is no number
     except ValueError:
         return False
     return parts.scheme in ("http", "https") and bool(parts.hostname) and "@" not in parts.netloc and not parts.query

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from envace.types import Executable, Role, Status, Task, Trajectory, canonical_json
+from envace.types import Evidence, Executable, Role, Status, Task, Trajectory, canonical_json
 
 ROLES = {"act": Role.ACT, "rehearse": Role.REHEARSE}
 
@@ -36,7 +36,7 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     comparable = [rewards for rewards in groups.values() if len(rewards) >= 2]
     metrics = {
         "reward/mean": _mean(t.reward for t in known),
-        "reward/success": _mean(t.reward == 1 for t in known),
+        "reward/success": _mean(t.succeeded for t in known),
         "reward/unknown_share": _mean(t.reward is None for t in trajectories),
         "reward/zero_variance_share": _mean(min(rewards) == max(rewards) for rewards in comparable),
     }
@@ -88,6 +88,7 @@ def rehearsal_fidelity(
 ) -> dict[int, tuple[int, int]]:
     """{interaction round: (equal, total) fields}: the responses the agent saw against those of a real environment.
 
+    Only responses that were rehearsed or simulated count: an error of a schema check is nobody's imagination.
     execute_for: gives a fresh world for a task. The calls of one trajectory run in it in their order, so a later
     response is compared with what the real world says after the earlier calls. Rounds without a call are left out.
     Raises what the environment raises.
@@ -96,7 +97,10 @@ def rehearsal_fidelity(
     for trajectory in trajectories:
         world = execute_for(trajectory.task)
         for exchange in trajectory.exchanges:
-            equal, total = field_agreement(exchange.response, world.execute(exchange.call))
+            real = world.execute(exchange.call)
+            if exchange.evidence not in (Evidence.REHEARSED, Evidence.SIMULATED):
+                continue
+            equal, total = field_agreement(exchange.response, real)
             before = counts.get(exchange.round, (0, 0))
             counts[exchange.round] = (before[0] + equal, before[1] + total)
     return dict(sorted(counts.items()))

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +22,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import (
@@ -209,6 +211,23 @@ class Policy:
             zero["offload_param"] = {"device": "cpu"}
         self.reference, *_ = deepspeed.initialize(model=scorer, config=config | {"zero_optimization": zero})
         self.reference.eval()
+
+    def randomness(self) -> dict[str, Any]:
+        """The states of everything random, for `restore_randomness`."""
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        return {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+            "cuda": cuda,
+        }
+
+    def restore_randomness(self, states: dict[str, Any]) -> None:
+        random.setstate(states["python"])
+        np.random.set_state(states["numpy"])
+        torch.set_rng_state(states["torch"])
+        for index, state in enumerate(states["cuda"]):
+            torch.cuda.set_rng_state(state, index)
 
     @contextmanager
     def own_randomness(self) -> Iterator[None]:

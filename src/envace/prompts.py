@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
-from envace.types import ToolCall
+from envace.types import RecordedCall, ToolCall
 
 REHEARSE_SYSTEM = """You are the environment behind the tools below. Given a conversation and one pending tool call, \
 write what that tool would return.
@@ -16,14 +17,20 @@ Answer with one JSON object or array inside <execution_result> and </execution_r
 
 
 def rehearse_messages(
-    tools: list[dict[str, Any]], history: list[dict[str, Any]], call: ToolCall
+    tools: list[dict[str, Any]], history: list[dict[str, Any]], call: ToolCall, known: Iterable[RecordedCall] = ()
 ) -> list[dict[str, Any]]:
     """The chat in which REHEARSE answers `call` in view `separate`.
 
-    Departs from the released prompt: no recorded calls of the reference dialogue are shown, so nothing from the future
-    can leak. The history is every message but the system prompt, which speaks to ACT.
+    The history is every message but the system prompt, which speaks to ACT.
+    known: recorded calls to be consistent with. Departs from the released prompt, which shows all those of the
+    reference dialogue, also of later turns and the pending one: here the caller gives those of earlier turns at most.
     """
     lines = [f"{m['role']}: {m['content']}" for m in history if m["role"] != "system"]
+    examples = [
+        to_json({"name": r.call.name, "arguments": r.call.arguments}) + " -> " + r.response
+        for r in known
+        if r.call.key() != call.key()
+    ]
     return [
         {"role": "system", "content": REHEARSE_SYSTEM},
         {
@@ -32,6 +39,7 @@ def rehearse_messages(
                 [
                     "# Tools",
                     *[to_json(tool["function"]) for tool in tools],
+                    *(["# Recorded results", *examples] if examples else []),
                     "# Conversation",
                     *lines,
                     "# Pending call",
@@ -55,6 +63,11 @@ def tool_call_block(call: ToolCall) -> str:
 def malformed_call_error(error: str) -> dict[str, str]:
     """What a real environment answers when ACT's text asks for a call that cannot be read."""
     return {"error": "malformed_call", "message": error}
+
+
+def unusable_call_error(code: str, error: str) -> dict[str, Any]:
+    """What a call gets that its tool's schema does not allow. Checklists take the key for a failed call."""
+    return {"error_tool_call": {"code": code, "message": error}}
 
 
 def to_json(value: Any) -> str:

@@ -17,6 +17,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from envace.checklist import score_checklist
 from envace.types import Exchange, Status, ToolCall, Trajectory, canonical_json
 
 
@@ -99,6 +100,25 @@ def score(trajectory: Trajectory) -> tuple[float | None, dict[str, float]]:
     return float(all(parts.values())), parts
 
 
+def gold_calls(trajectory: Trajectory) -> tuple[float | None, dict[str, float]]:
+    """1.0 if the right calls were made, whatever the answers say; otherwise as `score`."""
+    return _of_parts(trajectory, "reads", "writes")
+
+
+def answer_facts(trajectory: Trajectory) -> tuple[float | None, dict[str, float]]:
+    """1.0 if the answers state what they have to, whatever was called; otherwise as `score`."""
+    return _of_parts(trajectory, "answers")
+
+
+def _of_parts(trajectory: Trajectory, *names: str) -> tuple[float | None, dict[str, float]]:
+    value, parts = score(trajectory)
+    return value if value is None else float(parts["finished"] and all(parts[name] for name in names)), parts
+
+
+# A reward is a function (trajectory) -> (reward or None, parts). What it reads of `task.goal`: a Goal, or a Checklist.
+REWARDS = {"goal": score, "gold_calls": gold_calls, "answer_facts": answer_facts, "checklist": score_checklist}
+
+
 def applicable_branch(turn_goal: TurnGoal, exchanges: list[Exchange]) -> Branch:
     """The first branch whose conditions hold for what was seen. Raises Unseen if none does."""
     for branch in turn_goal.branches:
@@ -118,9 +138,16 @@ def _reads_done(turn_goal: TurnGoal, turn: int, goal: Goal, exchanges: list[Exch
 
 
 def _is_answered(branch: Branch, answer: str, exchanges: list[Exchange]) -> bool:
+    try:
+        return _says_all(branch, answer, exchanges)
+    except Unseen:  # what was never seen cannot be said
+        return False
+
+
+def _says_all(branch: Branch, answer: str, exchanges: list[Exchange]) -> bool:
     by_subject: dict[str | None, list[Says]] = {}
     for says in branch.says:
-        subject = None if says.about is None else _as_text(resolve(says.about, exchanges))
+        subject = None if says.about is None else as_text(resolve(says.about, exchanges))
         by_subject.setdefault(subject, []).append(says)
     return all(_is_said(group, _sentences(answer, subject), exchanges) for subject, group in by_subject.items())
 
@@ -131,10 +158,10 @@ def _is_said(group: list[Says], text: str, exchanges: list[Exchange]) -> bool:
         value = resolve(says.value, exchanges)
         if says.among and value not in says.among:
             raise Unseen(f"{value!r} is none of {', '.join(says.among)}")
-        wanted.add(_as_text(value))
+        wanted.add(as_text(value))
     unwanted = {word for says in group for word in says.among} - wanted
-    return all(_contains(text, word) for word in wanted) and not any(
-        _contains(text.lower(), word.lower()) for word in unwanted
+    return all(contains(text, word) for word in wanted) and not any(
+        contains(text.lower(), word.lower()) for word in unwanted
     )
 
 
@@ -142,14 +169,15 @@ def _sentences(answer: str, subject: str | None) -> str:
     """The sentences of `answer` that name `subject`; without one, the whole answer."""
     if subject is None:
         return answer
-    return " ".join(s for s in re.split(r"(?<=[.!?])\s+", answer) if _contains(s, subject))
+    return " ".join(s for s in re.split(r"(?<=[.!?])\s+", answer) if contains(s, subject))
 
 
-def _as_text(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """How an answer writes a value."""
     return value if isinstance(value, str) else canonical_json(value)
 
 
-def _contains(answer: str, word: str) -> bool:
+def contains(answer: str, word: str) -> bool:
     """Whether `word` stands in `answer` on its own. A seen value without a word in it, such as "", never does."""
     return bool(re.search(r"\w", word) and re.search(rf"(?<!\w){re.escape(word)}(?!\w)", answer))
 

@@ -184,6 +184,7 @@ class Tracker:
 def trajectory_record(trajectory: Trajectory, decode: Callable[[list[int]], str] | None = None) -> dict[str, Any]:
     """A trajectory as JSON: how it was judged, and who wrote each segment on what evidence.
 
+    verdicts: [turn][variant][step][item], of a checklist judge.
     provenance: the payload hash of an observed response; the model and the prompt hash of a rehearsed one.
     sequence: which token stream a segment stands in (0 is ACT's). tokens: how many it has.
     """
@@ -207,6 +208,7 @@ def trajectory_record(trajectory: Trajectory, decode: Callable[[list[int]], str]
         "reason": trajectory.reason,
         "reward": trajectory.reward,
         "reward_parts": trajectory.reward_parts,
+        "verdicts": trajectory.verdicts,
         "user_turns": trajectory.task.user_turns,
         "segments": segments,
     }

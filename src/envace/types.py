@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any, Protocol, TypeVar
@@ -67,18 +68,31 @@ class Action:
 
 @dataclass(frozen=True)
 class Observation:
-    """What a response's text means: `value` is the JSON object or array, or None with an `error`."""
+    """What a response's text means: `value` is the JSON object or array, or None with an `error`.
+
+    evidence: how far it can be trusted; unless said otherwise REHEARSE wrote it.
+    """
 
     text: str
     value: Any = None
     error: str | None = None
+    evidence: Evidence = Evidence.REHEARSED
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """A call of a recorded dialogue and the text of its response."""
+
+    call: ToolCall
+    response: str
 
 
 @dataclass(frozen=True)
 class Task:
     """One problem: what the agent is told (`system`, `tools`, `user_turns`) and how it is judged (`goal`).
 
-    `world` is the state behind a real environment. Only that environment reads it: prompts and rewards never do.
+    world: the state behind a real environment. Only that environment reads it: prompts and rewards never do.
+    recorded: [turn][call] of a reference dialogue, to be shown to REHEARSE or reused where the settings say so.
     """
 
     id: str
@@ -88,6 +102,7 @@ class Task:
     kind: str = ""
     goal: Any = None
     world: Any = None
+    recorded: tuple[tuple[RecordedCall, ...], ...] = ()
 
 
 @dataclass
@@ -149,8 +164,9 @@ class Trajectory:
     """One episode. In view `shared` it has one sequence; in view `separate` the ACT sequence comes first.
 
     reward: None means unknown (a service fault); it then leaves the loss and the baseline.
-    reason: which cap or which parse error ended it, "" when finished.
+    reason: which cap or which parse error ended it; "gate" if user turns were left out for an item not met; else "".
     answers: the final answer of each completed user turn. rounds: ACT outputs that asked for calls.
+    verdicts: of a judge on each completed user turn, [turn][variant][step][item]; see `envace.checklist`.
     """
 
     task: Task
@@ -159,11 +175,17 @@ class Trajectory:
     messages: list[dict[str, Any]] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
+    verdicts: list[Any] = field(default_factory=list)
     rounds: int = 0
     status: Status = Status.FINISHED
     reason: str = ""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the reward is 1, up to the rounding of the weights that it is summed from."""
+        return self.reward is not None and self.reward > 1 - 1e-5
 
     def outputs(self) -> list[Segment]:
         """The segments the policy wrote, in order of generation within each sequence."""
@@ -200,13 +222,18 @@ class Completion:
 
 
 Result = TypeVar("Result")
-# A coroutine that asks for completions; whoever drives it decides how they are batched.
-Steps = Generator[list[Request], list[Completion], Result]
+# A coroutine that asks for completions; whoever drives it decides how they are batched. It may also yield a Future, to
+# go on when that is done.
+Steps = Generator[list[Request] | Future, list[Completion] | None, Result]
 Generate = Callable[[list[Request]], list[Completion]]
 
 
 class UserError(RuntimeError):
     """Something the user can put right. The message is one line: what, where, what to do."""
+
+
+class Interruption(UserError):
+    """A service has failed for too long. All ranks raise it alike and between two updates, so a checkpoint is saved."""
 
 
 class Executable(Protocol):

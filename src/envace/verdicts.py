@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from envace.checklist import ANSWER, VERDICT_SCHEMA, Verdict
-from envace.types import UserError
+from envace.types import Interruption, UserError
 
 logger = logging.getLogger("envace")
 
@@ -23,7 +23,7 @@ class JudgeError(UserError):
     """The judge cannot be used as it is configured. One line: what, where, what to do."""
 
 
-class JudgeOutage(UserError):
+class JudgeOutage(Interruption):
     """The judge does not work well enough to go on; save a checkpoint and stop."""
 
 

@@ -134,7 +134,7 @@ def run_seed(seed: int, folder: Path, overrides: list[str]) -> dict[str, Any]:
 
 def scripted_success(config: Config, agent: Callable[[ChatFormat], Generate]) -> float:
     """Real success of a scripted agent on the held-out tasks."""
-    source = DemoSource(config.data)
+    source = DemoSource(config)
     chat = ChatFormat(AutoTokenizer.from_pretrained(config.model.path))
     trajectories = rollout(
         source.eval_tasks(),
@@ -143,7 +143,7 @@ def scripted_success(config: Config, agent: Callable[[ChatFormat], Generate]) ->
         chat,
         limits_of(config),
     )
-    assign_rewards(trajectories, source)
+    assign_rewards(trajectories, config.reward.name)
     return success(trajectories)
 
 

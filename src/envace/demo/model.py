@@ -24,6 +24,7 @@ WORDS = Regex(r"[A-Z](?=\d)|\d|\n| ?(?:(?![A-Z]\d)[^\s\d])+|\s")
 
 # Qwen's format with two departures: nothing earlier ever changes (thinking stays), and a tool is a line in the shape of
 # its call, which is a third of the tokens of its JSON schema. On a laptop the prompt is most of the cost.
+# A schema may leave out anything. transformers' tojson, unlike jinja's own, keeps characters such as < literal.
 CHAT_TEMPLATE = """\
 {%- set ns = namespace(start=0) -%}
 {%- if tools or messages[0].role == 'system' -%}
@@ -33,9 +34,9 @@ CHAT_TEMPLATE = """\
 {{- '\\n\\n# Tools\\n<tools>' -}}
 {%- for tool in tools -%}
 {%- set f = tool.function -%}
-{{- '\\n{"name": "' + f.name + '", "arguments": {' -}}
-{%- for name, schema in f.parameters.properties.items() -%}
-{{- '"' + name + '": ' + ((schema.enum if schema.enum is defined else schema.type) | tojson) -}}
+{{- '\\n{"name": ' + (f.name | tojson) + ', "arguments": {' -}}
+{%- for name, schema in ((f.parameters or {}).properties or {}).items() -%}
+{{- (name | tojson) + ': ' + ((schema.enum or schema.type or 'any') | tojson) -}}
 {{- ', ' if not loop.last -}}
 {%- endfor -%}
 {{- '}}' -}}

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from envace.config import DataConfig
+from envace.config import Config
 from envace.demo.demonstrations import make_demonstrations, right_final_state
 from envace.demo.desk import CallCounter, Desk
 from envace.demo.model import build_model
 from envace.demo.tasks import make_tasks
-from envace.rewards import score
 from envace.types import Task, Trajectory
 
 
@@ -20,8 +19,8 @@ class DemoSource:
     counter: calls that its executable environments really ran, by purpose.
     """
 
-    def __init__(self, config: DataConfig):
-        self.config = config
+    def __init__(self, config: Config):
+        self.config = config.data
         self.counter = CallCounter()
 
     def build_embedded_model(self, path: Path, seed: int) -> None:
@@ -49,6 +48,3 @@ class DemoSource:
         for exchange in trajectory.exchanges:
             desk.execute(exchange.call)
         return desk.state == right_final_state(trajectory.task, self.counter)
-
-    def score(self, trajectory: Trajectory) -> tuple[float | None, dict[str, float]]:
-        return score(trajectory)

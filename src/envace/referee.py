@@ -1,0 +1,77 @@
+"""What happens at the end of a user turn: a judge looks at the checklist, and its verdicts decide whether to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from envace.chat import THINK_CLOSE, THINK_OPEN, parse_action
+from envace.checklist import Message, asked, filled, goes_on, turn_questions
+from envace.config import Config
+from envace.judge import Judge
+from envace.types import ServiceFault, Steps, Trajectory, UserError
+
+CHECKLIST = "checklist"  # the reward that needs a judge
+
+
+class Referee:
+    """Asks for the verdicts of each user turn, if the reward is made of them. A context manager: leaving it ends that.
+
+    Raises JudgeError for settings that cannot work.
+    """
+
+    def __init__(self, config: Config):
+        self._judge = Judge(config.judge) if config.reward.name == CHECKLIST else None
+
+    def end_turn(self, trajectory: Trajectory) -> Steps[bool]:
+        """Whether the next user turn comes; the verdicts are added to the trajectory.
+
+        Without a judge it does. If the gate hangs on an unknown verdict it does not, and the reward will be unknown.
+        Raises ServiceFault if the judge is gone; `end_step` then stops the run.
+        """
+        if self._judge is None:
+            return True
+        checklist = trajectory.task.goal
+        variants = checklist.turn(len(trajectory.verdicts))
+        messages = seen_messages(trajectory.messages)
+        tables = [turn_questions(items, messages) for items in variants]
+        pending = self._judge.submit([question for table in tables for question in asked(table)])
+        yield pending
+        try:
+            verdicts = iter(pending.result())
+        except UserError as error:
+            raise ServiceFault(str(error)) from error
+        turn = [filled(table, [next(verdicts) for _ in asked(table)]) for table in tables]
+        trajectory.verdicts.append(turn)
+        is_last = len(trajectory.verdicts) == checklist.num_turns
+        return not is_last and goes_on(variants, turn, dependence=checklist.dependence) is True
+
+    def end_step(self, total: Callable[[float], float] = float) -> dict[str, float]:
+        """The judge's metrics since the last call; see `Judge.end_step`. Raises JudgeOutage."""
+        return {} if self._judge is None else self._judge.end_step(total)
+
+    def __enter__(self) -> Referee:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._judge is not None:
+            self._judge.close()
+
+
+def seen_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
+    """The messages of a trajectory ({"role", "content"}) for a judge: an output is split in thinking, reply and calls.
+
+    An output with a call that cannot be read shows as a reply, as it was written.
+    """
+    seen = []
+    for message in messages:
+        role, text = message["role"], message["content"]
+        if role != "assistant":
+            seen.append(Message(role, text))
+            continue
+        thinking, visible, action = "", text, parse_action(text)
+        if text.lstrip().startswith(THINK_OPEN):
+            thinking, _, visible = text.lstrip().removeprefix(THINK_OPEN).partition(THINK_CLOSE)
+        reply = visible.strip() if action.error else action.content
+        seen.append(Message(role, reply, thinking.strip(), tuple(action.calls)))
+    return seen
