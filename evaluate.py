@@ -17,22 +17,23 @@ from typing import Any
 
 from envace.config import Config, SamplingConfig
 from envace.data import ExecutableSource, Source, open_source, tasks_within
-from envace.evaluation import assign_rewards, evaluate_policy, success, success_by_task, unfold
+from envace.evaluation import assign_rewards, evaluate_team, success, success_by_task, unfold
 from envace.metrics import bootstrap_ci
-from envace.policy import Policy
 from envace.referee import Referee
+from envace.team import Team, evaluation_team
 from envace.tracking import Tracker, run
 from envace.types import Task, Trajectory, UserError
 
 
 def main(config: Config) -> dict[str, Any]:
     with Referee(config) as referee:
-        policy = Policy(config.model, config.policy, thinking=config.rollout.thinking, seed=config.seed)
+        team = evaluation_team(config)
+        policy = team.lead
         source = open_source(config)
         with Tracker(
             config.run_dir, config, name="evaluation", total_steps=1, decode=policy.decode, enabled=policy.is_main
         ) as tracker:
-            results = evaluate(policy, config, source, referee, tracker)
+            results = evaluate(team, config, source, referee, tracker)
             tracker.log(0, {f"eval/{key}": value for key, value in results.items() if isinstance(value, float)})
     if policy.is_main:
         path = Path(config.run_dir) / "evaluation.json"
@@ -40,16 +41,17 @@ def main(config: Config) -> dict[str, Any]:
     return results
 
 
-def evaluate(policy: Policy, config: Config, source: Source, referee: Referee, tracker: Tracker) -> dict[str, Any]:
+def evaluate(team: Team, config: Config, source: Source, referee: Referee, tracker: Tracker) -> dict[str, Any]:
+    policy = team.lead
     tasks = tasks_within(source.eval_tasks(), policy.chat, config.data.max_prompt_tokens)[: config.eval.tasks or None]
     if not tasks:
         raise UserError("there are no held-out tasks: set data.eval_path")
     samples = config.eval.samples
     is_executable = isinstance(source, ExecutableSource)
     with tracker.progress(len(tasks) * (2 * samples + 1 if is_executable else samples), "evaluate") as bar:
-        metrics, unfolded = evaluate_policy(policy, tasks, config, source, referee, on_done=bar.update)
+        metrics, unfolded = evaluate_team(team, tasks, config, source, referee, on_done=bar.update)
         if is_executable:
-            unfolded["greedy"] = greedy_runs(policy, tasks, config, source, referee, on_done=bar.update)
+            unfolded["greedy"] = greedy_runs(team, tasks, config, source, referee, on_done=bar.update)
     for name, trajectories in unfolded.items():
         tracker.trajectories(0, f"eval-{name}", trajectories)
     judged = referee.end_step(policy.sum_over_ranks)
@@ -85,7 +87,7 @@ def real_results(metrics: dict[str, float], unfolded: dict[str, list[Trajectory]
 
 
 def greedy_runs(
-    policy: Policy,
+    team: Team,
     tasks: list[Task],
     config: Config,
     source: Source,
@@ -94,7 +96,7 @@ def greedy_runs(
 ) -> list[Trajectory]:
     """One run of each task in the real environment, without sampling."""
     trajectories, _ = unfold(
-        policy,
+        team,
         tasks,
         config,
         source,
@@ -106,7 +108,7 @@ def greedy_runs(
         on_done=on_done,
     )
     assign_rewards(trajectories, config.reward.name)
-    return policy.gather(trajectories)
+    return team.lead.gather(trajectories)
 
 
 def by_kind(trajectories: list[Trajectory]) -> dict[str, float]:

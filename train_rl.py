@@ -26,12 +26,13 @@ from envace.batching import output_table, rows_from_trajectories, total_weight
 from envace.checkpoints import Checkpoints
 from envace.config import Config
 from envace.data import Sampler, Source, open_source, tasks_within
-from envace.evaluation import assign_rewards, evaluate_policy, unfold
+from envace.evaluation import assign_rewards, evaluate_team, unfold
 from envace.losses import policy_loss
 from envace.memory import describe
 from envace.metrics import advantage_metrics, rollout_metrics
-from envace.policy import Policy, check_output, learning_rate
+from envace.policy import check_output, learning_rate
 from envace.referee import Referee
+from envace.team import Player, Team, training_team
 from envace.tracking import Tracker, logger, run
 from envace.types import Batch, Interruption, Task, Trajectory, UserError
 
@@ -43,15 +44,8 @@ def main(config: Config) -> Path:
     output = Path(config.run_dir) / "rl"
     check_output(output, config.model.path)
     referee = Referee(config)
-    policy = Policy(config.model, config.policy, thinking=config.rollout.thinking, seed=config.seed, training=True)
-    policy.prepare_training(
-        lr=config.rl.lr,
-        adam_beta2=config.rl.adam_beta2,
-        weight_decay=config.rl.weight_decay,
-        grad_clip=config.rl.grad_clip,
-        max_nonfinite_steps=config.rl.max_nonfinite_steps,
-        with_reference=config.rl.kl_coef > 0,
-    )
+    team = training_team(config)
+    policy = team.lead
     if policy.is_sharded:
         logger.info(describe(config, policy.model.config, policy.num_parameters, policy.world_size, "rl"))
     source = open_source(config)
@@ -61,7 +55,7 @@ def main(config: Config) -> Path:
         raise UserError(f"rl.prompts_per_step={at_once} would draw a task twice: there are {len(train_tasks)}")
     sampler = Sampler(train_tasks, config.seed)
     held_out = tasks_within(source.eval_tasks(), policy.chat, longest)[: config.eval.tasks or None]
-    checkpoints = Checkpoints(policy, config, "rl", {"sampler": sampler, "env_calls": source.counter})
+    checkpoints = Checkpoints(team, config, "rl", {"sampler": sampler, "env_calls": source.counter})
     first = checkpoints.resume()
     with (
         referee,
@@ -82,7 +76,7 @@ def main(config: Config) -> Path:
             tasks = sampler.next(config.rl.prompts_per_step)
 
             trajectories, sampled_tokens = unfold(
-                policy,
+                team,
                 tasks,
                 config,
                 source,
@@ -92,7 +86,7 @@ def main(config: Config) -> Path:
                 sampling=config.sampling,
                 samples=config.rl.group_size,
             )
-            assign_rewards(trajectories, config.reward.name)
+            assign_rewards(trajectories, config.reward.name, config.rl.keep)
             trajectories = policy.gather(trajectories)
             judged = referee.end_step(policy.sum_over_ranks)
             rolled_out = time.perf_counter()
@@ -105,7 +99,9 @@ def main(config: Config) -> Path:
                 baseline_over=config.rl.baseline_over,
                 trajectory_ids=trajectory_ids,
             )
-            update_metrics = update(policy, trajectories, advantages, step, config)
+            update_metrics = {}
+            for player in team.players:
+                update_metrics |= player.named(update(player, trajectories, advantages, step, config))
             updated = time.perf_counter()
 
             metrics = {
@@ -120,27 +116,29 @@ def main(config: Config) -> Path:
             }
             tracker.trajectories(step, "train", trajectories)
             if held_out and is_due(step, config):
-                metrics |= evaluate_held_out(policy, held_out, config, source, referee, step, tracker)
+                metrics |= evaluate_held_out(team, held_out, config, source, referee, step, tracker)
             metrics |= {f"env_calls/{p}": policy.sum_over_ranks(source.counter.calls[p]) for p in PURPOSES}
             tracker.log(step, metrics)
-            policy.check_progress()
+            for player in team.players:
+                player.policy.check_progress()
             checkpoints.after_step(step, config.rl.steps)
-        if policy.skipped_steps:
-            logger.warning("%d steps were skipped: their gradient was not finite", policy.skipped_steps)
-        policy.save(output)
+        for player in team.players:
+            if player.policy.skipped_steps:
+                logger.warning("%d steps had no finite gradient and were skipped", player.policy.skipped_steps)
+            player.policy.save(output.with_name("_".join(filter(None, (output.name, player.name)))))
     return output
 
 
 def update(
-    policy: Policy, trajectories: list[Trajectory], advantages: torch.Tensor, step: int, config: Config
+    player: Player, trajectories: list[Trajectory], advantages: torch.Tensor, step: int, config: Config
 ) -> dict[str, float]:
-    """`updates_per_batch` optimizer steps on one rollout batch."""
-    rl, temperature = config.rl, config.sampling.temperature
+    """`updates_per_batch` optimizer steps of one player on one rollout batch."""
+    policy, rl, temperature = player.policy, config.rl, config.sampling.temperature
     rows = rows_from_trajectories(
         trajectories,
         advantages,
         loss_aggregation=rl.loss_aggregation,
-        role_weights=rl.role_weights,
+        role_weights=player.role_weights,
     )
     denominator = total_weight(rows)
     batches = policy.micro_batches(rows, rl.micro_batch_size)
@@ -218,7 +216,7 @@ def is_due(step: int, config: Config) -> bool:
 
 
 def evaluate_held_out(
-    policy: Policy,
+    team: Team,
     tasks: list[Task],
     config: Config,
     source: Source,
@@ -228,8 +226,9 @@ def evaluate_held_out(
 ) -> dict[str, float]:
     """Held-out tasks, real (if there is an environment) and rehearsed. No checkpoint is chosen by it."""
     started = time.perf_counter()
+    policy = team.lead
     with policy.own_randomness():
-        metrics, trajectories = evaluate_policy(policy, tasks, config, source, referee)
+        metrics, trajectories = evaluate_team(team, tasks, config, source, referee)
     try:
         metrics |= {f"eval/{name}": value for name, value in referee.end_step(policy.sum_over_ranks).items()}
     except Interruption as interruption:

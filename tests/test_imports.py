@@ -16,10 +16,10 @@ PURE = {"advantages", "losses", "batching", "checklist", "rewards", "metrics"}
 LAYERS = [
     BASE,
     {"prompts"} | PURE,
-    {"chat", "schemas", "environments", "scoring", "checkpoints", "memory"},
+    {"chat", "schemas", "filters", "environments", "scoring", "checkpoints", "memory"},
     {"episodes", "demonstrations"},
     {"rehearsal", "generation", "demo", "cm2"},
-    {"policy", "data", "verdicts", "tracking", "report", "judge", "referee", "benchmarks"},
+    {"policy", "data", "verdicts", "tracking", "report", "judge", "referee", "team", "benchmarks"},
     {"evaluation", "doctor", "launch", "merge"},
     {"entry point"},
 ]

@@ -29,7 +29,8 @@ from envace.demo.tasks import make_task
 from envace.evaluation import unfold
 from envace.policy import Diverged, Policy
 from envace.referee import Referee
-from envace.types import ServiceFault
+from envace.team import Team
+from envace.types import Role, ServiceFault
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = [
@@ -386,7 +387,8 @@ def test_one_unknown_reward_is_neither_a_failure_nor_a_part_of_the_baseline(warm
     config = configure(warm, tmp_path)
     policy, source = Policy(config.model, seed=1), OneTask(config)
     options = {"environment": "rehearsed", "purpose": "training", "sampling": config.sampling, "samples": 4}
-    trajectories, _ = unfold(policy, [OneTask.task], config, source, Referee(config), **options)
+    writers = {role: policy for role in (Role.ACT, Role.REHEARSE)}
+    trajectories, _ = unfold(Team(writers, [], {}), [OneTask.task], config, source, Referee(config), **options)
     for trajectory, reward in zip(trajectories, (1.0, None, 0.0, 1.0), strict=True):
         trajectory.sequences[0].segments = trajectory.sequences[0].segments[:2]
         trajectory.sequences[1:] = []

@@ -32,6 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 @dataclass
 class ModelConfig:
     path: str = "???"  # Hugging Face folder or hub name of a causal LM and its tokenizer
+    rehearse_path: str = ""  # rl.team=per_role: what REHEARSE starts from; empty: the same as `path`
     dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the weights in memory
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # passed to transformers
     embedded: bool = False  # if nothing is at `path`, train_sft.py first builds the tiny embedded model there
@@ -111,13 +112,20 @@ class SamplingConfig:
 @dataclass
 class RolloutConfig:
     view: Literal["shared", "separate"] = "shared"  # REHEARSE inside ACT's stream, or in a chat of its own
-    environment: Literal["rehearsed", "real", "constant"] = "rehearsed"  # who answers the calls in training
+    environment: Literal["rehearsed", "simulated", "recorded", "real", "constant", "mixed"] = "rehearsed"  # of training
+    mixture: dict[str, float] = field(default_factory=dict)  # mixed: share of episodes by environment, sum 1
     max_rounds: int = 30  # ACT outputs that call tools, per trajectory
     max_parallel_calls: int = 20  # calls in one ACT output
     max_context_tokens: int = 12000  # a prompt of this length or more ends the trajectory; it is never shortened
     max_new_tokens: int = 8000  # longest output
     batch_size: int = 128  # episodes generated together
     thinking: bool = True  # False puts an empty think block before each ACT output, as Qwen3 does
+
+
+@dataclass
+class SimulatorConfig:
+    path: str = ""  # folder or hub name of the frozen model that answers calls if rollout.environment is simulated
+    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(0.6, top_p=0.8))  # how it samples
 
 
 @dataclass
@@ -162,6 +170,8 @@ class RLConfig:
     kl_coef: float = 1e-4  # weight of KL(policy || reference); 0 loads no reference
     kl_estimator: Literal["k2", "k3", "k3_ratio"] = "k3"  # see envace.losses
     normalize_std: bool = True  # divide advantages by the group's unbiased standard deviation
+    team: Literal["shared", "per_role"] = "shared"  # one policy in both roles, or one for each; see envace.team
+    keep: Literal["all", "consistent"] = "all"  # which trajectories are trained on; see envace.filters
     baseline: Literal["rolewise", "shared"] = "rolewise"  # whose mean: outputs of one prompt and role, or of one prompt
     baseline_over: Literal["outputs", "trajectories"] = "outputs"  # what the group mean is taken over
     loss_aggregation: Literal["token_mean", "output_mean", "role_mean"] = "token_mean"  # see envace.batching
@@ -186,6 +196,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)  # what a trajectory is worth
     judge: JudgeConfig = field(default_factory=JudgeConfig)  # who judges checklists
     rollout: RolloutConfig = field(default_factory=RolloutConfig)  # how episodes unfold
+    simulator: SimulatorConfig = field(default_factory=SimulatorConfig)  # a frozen model as the environment
     rehearse: RehearseConfig = field(default_factory=RehearseConfig)  # what answers a call besides the policy
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # how training samples
     sft: SFTConfig = field(default_factory=SFTConfig)  # supervised warm-up
@@ -198,6 +209,7 @@ class Config:
 COMMAND_LINE = "command line"
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "numpy", "omegaconf")
 ROLES = ("act", "rehearse")
+ANSWERERS = ("rehearsed", "simulated", "recorded", "real", "constant")  # environments that a mixture may hold
 # Names of int fields; any other int field is a count, >= 1.
 MAY_BE_ZERO = (
     *("seed", "steps", "epochs", "every", "tasks", "top_k", "r", "pack_tokens", "retries", "max_tokens"),
@@ -240,8 +252,33 @@ RULES: list[Rule] = [  # key, what its value must satisfy, what to change
 COMBINATIONS: list[tuple[str, Callable[[Config], bool], str]] = [  # a key, what must hold of the whole, what to change
     (
         "rollout.environment",
-        lambda c: c.rollout.environment == "rehearsed" or c.rl.role_weights["act"] > 0,
+        lambda c: c.rollout.environment in ("rehearsed", "mixed") or c.rl.role_weights.get("act", 0) > 0,
         "only ACT speaks there, so nothing would be trained: set rl.role_weights.act > 0",
+    ),
+    (
+        "rl.team",
+        lambda c: c.rl.team == "shared" or c.rollout.environment in ("rehearsed", "mixed"),
+        "one of the two policies would never speak: set rollout.environment=rehearsed",
+    ),
+    (
+        "rl.team",
+        lambda c: c.rl.team == "shared" or not c.policy.deepspeed,
+        "two models are not sharded in one run: leave policy.deepspeed empty",
+    ),
+    (
+        "simulator.path",
+        lambda c: c.simulator.path or not _answered_by(c, "simulated"),
+        "rollout.environment=simulated needs a frozen model: name its folder, such as that of the SFT",
+    ),
+    (
+        "simulator.path",
+        lambda c: not (c.simulator.path and c.policy.deepspeed),
+        "a second model is not sharded in one run: leave policy.deepspeed empty",
+    ),
+    (
+        "rollout.mixture",
+        lambda c: c.rollout.environment != "mixed" or _is_mixture(c.rollout.mixture),
+        f"must give some of {', '.join(ANSWERERS)} shares > 0 that sum to 1: {{rehearsed: 0.9, real: 0.1}}",
     ),
     (
         "data.path",
@@ -268,8 +305,13 @@ COMBINATIONS: list[tuple[str, Callable[[Config], bool], str]] = [  # a key, what
     ),
     (
         "rollout.environment",
-        lambda c: c.rollout.environment != "real" or c.data.source == "demo",
+        lambda c: c.data.source == "demo" or not _answered_by(c, "real"),
         "only the embedded world can be executed: set rehearsed",
+    ),
+    (
+        "rollout.environment",
+        lambda c: c.data.source == "cm2" or not _answered_by(c, "recorded"),
+        "the embedded world has no recorded calls: set data.source=cm2",
     ),
     (
         "rehearse.grounding",
@@ -312,6 +354,17 @@ COMBINATIONS: list[tuple[str, Callable[[Config], bool], str]] = [  # a key, what
         "one step would draw a task twice: raise data.train_tasks",
     ),
 ]
+
+
+def _is_mixture(shares: dict[str, float]) -> bool:
+    named = shares.keys() <= set(ANSWERERS)
+    return named and all(share > 0 for share in shares.values()) and abs(sum(shares.values()) - 1) < 1e-6
+
+
+def _answered_by(config: Config, environment: str) -> bool:
+    """Whether the calls of some training episode are answered so."""
+    rollout = config.rollout
+    return rollout.environment == environment or (rollout.environment == "mixed" and environment in rollout.mixture)
 
 
 class ConfigError(Exception):

@@ -2,6 +2,7 @@
 
 | class       | who answers                                | trained | evidence  |
 | Rehearsed   | the policy itself, in the role REHEARSE    | yes     | rehearsed |
+| Simulated   | a frozen model in its place                | no      | simulated |
 | Constant    | always the same response (a control)       | no      | simulated |
 | Real        | an executable environment                  | no      | observed  |
 
@@ -16,6 +17,7 @@ returns what it means. In view `shared` REHEARSE writes in the very slot where a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol
 
@@ -31,6 +33,7 @@ from envace.types import (
     Role,
     Segment,
     Sequence,
+    ServiceFault,
     Status,
     Steps,
     ToolCall,
@@ -56,6 +59,7 @@ class Rehearsed:
     """
 
     answers_malformed_calls = False
+    role, evidence = Role.REHEARSE, Evidence.REHEARSED
 
     def __init__(self, *, separate: bool = False, grounded: bool = False, model: str = ""):
         self.separate = separate
@@ -71,11 +75,11 @@ class Rehearsed:
             trajectory.sequences.append(sequence)
         else:
             sequence = stream
-        text = yield from write_output(trajectory, sequence, Role.REHEARSE, chat, limits, model=self.model)
+        text = yield from write_output(trajectory, sequence, self.role, chat, limits, self.evidence, model=self.model)
         if self.separate:
             sequence.open = False
         if text is None:
-            return Observation(text="")
+            return Observation(text="", evidence=self.evidence)
         observation = parse_observation(text)
         ended_by = sequence.segments[-1].ids[-1]
         error = observation.error
@@ -83,10 +87,26 @@ class Rehearsed:
             error = error or "the response does not end with </tool_response>"
         if error:
             fail_output(trajectory, sequence, f"rehearse: {error}")
-            return Observation(text=observation.text, error=error)
+            return Observation(text=observation.text, error=error, evidence=self.evidence)
         if self.separate:
             written = sequence.segments[-1].provenance
-            feed_response(stream, observation.text, Evidence.REHEARSED, chat, provenance=written)
+            feed_response(stream, observation.text, self.evidence, chat, provenance=written)
+        return replace(observation, evidence=self.evidence)
+
+
+class Simulated(Rehearsed):
+    """A frozen model plays the environment: as Rehearsed, but what it writes is context.
+
+    What it writes wrongly is no fault of the policy: the trajectory's reward is then unknown.
+    """
+
+    role, evidence = Role.CONTEXT, Evidence.SIMULATED
+
+    def respond(self, trajectory: Trajectory, call: ToolCall, chat: ChatFormat, limits: Limits) -> Steps[Observation]:
+        observation = yield from super().respond(trajectory, call, chat, limits)
+        wrote_too_long = trajectory.status is Status.TRUNCATED and trajectory.reason == "new_tokens"
+        if observation.error or wrote_too_long:
+            raise ServiceFault(f"simulator: {observation.error or 'the response does not end'}")
         return observation
 
 
@@ -156,25 +176,33 @@ class SchemaCheck:
 
 
 def write_output(
-    trajectory: Trajectory, sequence: Sequence, role: Role, chat: ChatFormat, limits: Limits, *, model: str = ""
+    trajectory: Trajectory,
+    sequence: Sequence,
+    role: Role,
+    chat: ChatFormat,
+    limits: Limits,
+    evidence: Evidence = Evidence.CLAIMED,
+    *,
+    model: str = "",
 ) -> Steps[str | None]:
-    """One output by the policy, appended to `sequence`. Returns its text, or None if a cap ended the trajectory.
+    """One output of a model, appended to `sequence`. Returns its text, or None if a cap ended the trajectory.
 
+    role: who writes it; CONTEXT is one who is not trained. model: its name, for the log, unless it is ACT.
     A prompt is never shortened: one that is too long ends the trajectory.
     """
     if len(sequence) >= limits.max_context_tokens:
         trajectory.status, trajectory.reason = Status.TRUNCATED, "context_tokens"
         return None
-    in_slot = role is Role.REHEARSE and sequence is trajectory.sequences[0]
+    in_slot = role is not Role.ACT and sequence is trajectory.sequences[0]
     stops = chat.rehearse_stops if in_slot else chat.act_stops
-    provenance = {"model": model, "prompt_hash": content_hash(sequence.ids)} if role is Role.REHEARSE else {}
+    provenance = {} if role is Role.ACT else {"model": model, "prompt_hash": content_hash(sequence.ids)}
     [completion] = yield [Request(sequence, role, stops, limits.max_new_tokens)]
     sequence.segments.append(
         Segment(
             role,
             completion.ids,
-            Evidence.CLAIMED if role is Role.ACT else Evidence.REHEARSED,
-            logprobs=completion.logprobs,
+            evidence,
+            logprobs=None if role is Role.CONTEXT else completion.logprobs,
             finish_reason=completion.finish_reason,
             provenance=provenance,
         )

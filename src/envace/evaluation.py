@@ -15,28 +15,45 @@ from __future__ import annotations
 from collections.abc import Callable
 from statistics import fmean
 
+import torch
+
 from envace.config import Config, SamplingConfig
 from envace.data import ExecutableSource, Source
-from envace.environments import Constant, Environment, Real, Recorded, Rehearsed, SchemaCheck
+from envace.environments import Constant, Environment, Real, Recorded, Rehearsed, SchemaCheck, Simulated
 from envace.episodes import rollout
+from envace.filters import FILTERS
 from envace.metrics import fidelity_shares, rehearsal_fidelity
 from envace.policy import Policy
+from envace.prompts import not_recorded_error
 from envace.referee import Referee
 from envace.rewards import REWARDS
-from envace.types import Limits, Status, Task, Trajectory
+from envace.team import Team
+from envace.types import FILTERED, Limits, Role, Status, Task, Trajectory
 
 CONSTANT_RESPONSE = {"ok": True}
 
 
 def environment_factory(
-    name: str, config: Config, source: Source, policy: Policy, purpose: str
+    name: str, config: Config, source: Source, team: Team, purpose: str
 ) -> Callable[[Task], Environment]:
     """task -> a fresh environment for one episode. name: as in rollout.environment."""
-    return {
-        "rehearsed": lambda task: rehearsed(config, policy.name),
+
+    def mixed(task: Task) -> Environment:
+        # Drawn from torch's random state, which checkpoints restore.
+        shares = config.rollout.mixture
+        index = int(torch.multinomial(torch.tensor(list(shares.values())), 1))
+        return factories[list(shares)[index]](task)
+
+    separate = config.rollout.view == "separate"
+    factories = {
+        "rehearsed": lambda task: rehearsed(config, team.writers[Role.REHEARSE].name),
+        "simulated": lambda task: Simulated(separate=separate, model=config.simulator.path),
+        "recorded": lambda task: Recorded(Constant(not_recorded_error())),
         "constant": lambda task: Constant(CONSTANT_RESPONSE),
         "real": lambda task: Real(source.executable(task, purpose)),
-    }[name]
+        "mixed": mixed,
+    }
+    return factories[name]
 
 
 def rehearsed(config: Config, model: str) -> Environment:
@@ -57,7 +74,7 @@ def limits_of(config: Config) -> Limits:
 
 
 def unfold(
-    policy: Policy,
+    team: Team,
     tasks: list[Task],
     config: Config,
     source: Source,
@@ -71,33 +88,35 @@ def unfold(
 ) -> tuple[list[Trajectory], int]:
     """(trajectories, sampled tokens) of this rank's share of `tasks` x `samples`, without rewards.
 
-    `policy.gather` makes the whole of them: those of one task adjacent, in the order of `tasks`.
+    `Policy.gather` makes the whole of them: those of one task adjacent, in the order of `tasks`.
     """
-    factory = environment_factory(environment, config, source, policy, purpose)
-    with policy.generating(sampling) as generate:
+    factory = environment_factory(environment, config, source, team, purpose)
+    with team.generating(sampling) as generate:
         trajectories = rollout(
             tasks,
             generate,
             factory,
-            policy.chat,
+            team.lead.chat,
             limits_of(config),
             end_turn=referee.end_turn,
             samples=samples,
-            share=policy.share,
+            share=team.lead.share,
             batch_size=config.rollout.batch_size,
             on_done=on_done,
         )
     return trajectories, generate.sampled_tokens
 
 
-def assign_rewards(trajectories: list[Trajectory], name: str) -> None:
-    """name: a key of REWARDS."""
+def assign_rewards(trajectories: list[Trajectory], name: str, keep: str = "all") -> None:
+    """name: a key of REWARDS. keep: a key of FILTERS; what that leaves out has an unknown reward."""
     for trajectory in trajectories:
         trajectory.reward, trajectory.reward_parts = REWARDS[name](trajectory)
+        if problem := FILTERS[keep](trajectory):
+            trajectory.reward, trajectory.reason = None, f"{FILTERED}{problem}"
 
 
-def evaluate_policy(
-    policy: Policy,
+def evaluate_team(
+    team: Team,
     tasks: list[Task],
     config: Config,
     source: Source,
@@ -106,10 +125,10 @@ def evaluate_policy(
     on_done: Callable[[int], object] = lambda n: None,
 ) -> tuple[dict[str, float], dict[str, list[Trajectory]]]:
     """(metrics, trajectories by environment) of eval.samples sampled runs, real (if there is one) and rehearsed."""
-    unfolded, mine = {}, {}
+    unfolded, mine, gather = {}, {}, team.lead.gather
     for environment in ("real", "rehearsed") if isinstance(source, ExecutableSource) else ("rehearsed",):
         mine[environment], _ = unfold(
-            policy,
+            team,
             tasks,
             config,
             source,
@@ -121,7 +140,7 @@ def evaluate_policy(
             on_done=on_done,
         )
         assign_rewards(mine[environment], config.reward.name)
-        unfolded[environment] = policy.gather(mine[environment])
+        unfolded[environment] = gather(mine[environment])
     imagined = unfolded["rehearsed"]
     metrics = {
         "eval/rehearsed_success": success(imagined),
@@ -130,7 +149,7 @@ def evaluate_policy(
         "eval/unknown_rewards": mean_or_nan([float(t.reward is None) for t in imagined]),
     }
     if isinstance(source, ExecutableSource):
-        metrics |= against_reality(policy, mine, unfolded, config, source)
+        metrics |= against_reality(team.lead, mine, unfolded, config, source)
     return metrics, unfolded
 
 

@@ -20,7 +20,8 @@ ROLES = {"act": Role.ACT, "rehearse": Role.REHEARSE}
 
 
 def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
-    """Averages over trajectories. Rewards that are None (unknown) are left out, and their share is reported.
+    """Averages over trajectories. Rewards that are None (unknown) are left out, and their share is reported;
+    reward/filtered_share is the part of it that rl.keep left out.
 
     reward/mean, reward/success (share of rewards that are 1), reward_parts/<part>: over known rewards.
     reward/zero_variance_share: groups whose known rewards are all equal, among groups with at least two of them.
@@ -38,6 +39,7 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
         "reward/mean": _mean(t.reward for t in known),
         "reward/success": _mean(t.succeeded for t in known),
         "reward/unknown_share": _mean(t.reward is None for t in trajectories),
+        "reward/filtered_share": _mean(t.is_filtered for t in trajectories),
         "reward/zero_variance_share": _mean(min(rewards) == max(rewards) for rewards in comparable),
     }
     for part in dict.fromkeys(part for t in known for part in t.reward_parts):

@@ -70,6 +70,11 @@ def unusable_call_error(code: str, error: str) -> dict[str, Any]:
     return {"error_tool_call": {"code": code, "message": error}}
 
 
+def not_recorded_error() -> dict[str, str]:
+    """What a call gets in an environment of recorded responses that has none for it."""
+    return {"error": "not_recorded", "message": "there is no recorded response to this call"}
+
+
 def to_json(value: Any) -> str:
     """JSON with literal characters: no backslash-u escapes, so all paths see the same tokens."""
     return json.dumps(value, ensure_ascii=False)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Role(IntEnum):
-    """Who wrote a token. CONTEXT tokens were given, carry no loss and no advantage."""
+    """Who wrote a token. CONTEXT is everyone who is not trained; its tokens carry no loss and no advantage."""
 
     CONTEXT = 0
     ACT = 1
@@ -159,6 +159,9 @@ class Exchange:
     evidence: Evidence
 
 
+FILTERED = "filtered: "  # how the reason of a trajectory begins that a filter left out
+
+
 @dataclass
 class Trajectory:
     """One episode. In view `shared` it has one sequence; in view `separate` the ACT sequence comes first.
@@ -187,6 +190,11 @@ class Trajectory:
         """Whether the reward is 1, up to the rounding of the weights that it is summed from."""
         return self.reward is not None and self.reward > 1 - 1e-5
 
+    @property
+    def is_filtered(self) -> bool:
+        """Whether the reward is unknown because a filter left the trajectory out."""
+        return self.reason.startswith(FILTERED)
+
     def outputs(self) -> list[Segment]:
         """The segments the policy wrote, in order of generation within each sequence."""
         return [s for sequence in self.sequences for s in sequence.segments if s.role is not Role.CONTEXT]
@@ -204,7 +212,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Request:
-    """Please continue `sequence` (its ids are the prompt) until one of `stop_ids` or `max_new_tokens`."""
+    """Please continue `sequence` (its ids are the prompt) until one of `stop_ids` or `max_new_tokens`.
+
+    role: who is asked; CONTEXT is a simulator that is not trained.
+    """
 
     sequence: Sequence
     role: Role
