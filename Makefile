@@ -11,6 +11,8 @@ NODE_RANK ?= 0
 MAIN_ADDRESS ?=
 ADAPTER ?=
 OUT ?=
+QUICK ?=
+ONLY ?=
 
 VENV := .venv/bin/python
 LAUNCH = $(VENV) -m envace.launch $(if $(GPUS),--gpus $(GPUS)) --nodes $(NODES) --node-rank $(NODE_RANK) \
@@ -23,7 +25,7 @@ IN_PARALLEL := --numprocesses 2 --dist loadfile
 STAMP := .venv/installed-$(shell cat requirements.txt pyproject.toml | sha256sum | cut -c1-16)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast sft rl eval doctor merge lint
+.PHONY: help setup demo ablations dynamics test test-fast sft rl eval doctor merge lint
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +35,13 @@ setup: $(STAMP)  ## install into .venv; every other command does this by itself
 
 demo: $(STAMP)  ## warm-up, RL in rehearsal, real evaluation on an embedded world (SEEDS=1)
 	@$(VENV) -m envace.demo --seeds $(SEEDS)
+
+ablations: $(STAMP)  ## every variant against EnvACE, goes on where it stopped (SEEDS=5 ONLY=a,b; QUICK=1: a check)
+	@$(VENV) -m envace.ablations $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY)) \
+		$(if $(filter-out file,$(origin SEEDS)),--seeds $(SEEDS))
+
+dynamics: $(STAMP)  ## evaluate the models that a training exported, over its steps (CONFIG=... ARGS="...")
+	@$(VENV) -m envace.dynamics --config $(CONFIG) $(ARGS)
 
 test: $(STAMP)  ## every test
 	@$(VENV) -m pytest $(IN_PARALLEL)

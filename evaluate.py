@@ -3,7 +3,8 @@
     python evaluate.py --config configs/demo.yaml model.path=FOLDER eval.samples=4 [key=value ...]
 
 Writes <run_dir>/evaluation.json: real success with a 95% bootstrap interval over tasks, greedy success, right final
-states, rehearsed success, imagination gap, rehearsal fidelity by round, success by kind, and the success of every task.
+states, rehearsed success with its interval, imagination gap, rehearsal fidelity by round, real success by number of
+rounds (with the number of runs), success by kind, and the success of every task.
 Data without an executable environment (CM2) has rehearsed runs only, and the interval is of rehearsed success.
 """
 
@@ -17,7 +18,7 @@ from typing import Any
 
 from envace.config import Config, SamplingConfig
 from envace.data import ExecutableSource, Source, open_source, tasks_within
-from envace.evaluation import assign_rewards, evaluate_team, success, success_by_task, unfold
+from envace.evaluation import assign_rewards, evaluate_team, success, success_by_rounds, success_by_task, unfold
 from envace.metrics import bootstrap_ci
 from envace.referee import Referee
 from envace.team import Team, evaluation_team
@@ -58,31 +59,37 @@ def evaluate(team: Team, config: Config, source: Source, referee: Referee, track
     # What is not called rehearsed is about real runs, where there are any.
     runs = unfolded["real" if is_executable else "rehearsed"]
     by_task = success_by_task(runs, samples)
-    known = [value for value in by_task if value is not None]
     return {
         "model": config.model.path,
         "tasks": len(tasks),
         "samples": samples,
         "unknown_rewards": sum(t.reward is None for t in runs),
-        "ci": bootstrap_ci(known) if known else [float("nan")] * 2,
+        "ci": interval(by_task),
         "rehearsed_success": metrics["eval/rehearsed_success"],
         "rehearsed_reward": metrics["eval/rehearsed_reward"],
-        **(real_results(metrics, unfolded) if is_executable else {}),
+        **(real_results(metrics, unfolded, samples) if is_executable else {}),
         **judged,
         "by_kind": by_kind(runs),
         "success_by_task": by_task,
     }
 
 
-def real_results(metrics: dict[str, float], unfolded: dict[str, list[Trajectory]]) -> dict[str, Any]:
+def interval(by_task: list[float | None]) -> tuple[float, float]:
+    known = [value for value in by_task if value is not None]
+    return bootstrap_ci(known) if known else (float("nan"), float("nan"))
+
+
+def real_results(metrics: dict[str, float], unfolded: dict[str, list[Trajectory]], samples: int) -> dict[str, Any]:
     return {
         "real_success": metrics["eval/real_success"],
         "greedy": success(unfolded["greedy"]),
         "right_final_state": metrics["eval/right_final_state"],
+        "rehearsed_ci": interval(success_by_task(unfolded["rehearsed"], samples)),
         "imagination_gap": metrics["eval/imagination_gap"],
         "fidelity_by_round": {
             key.removeprefix("fidelity/round_"): share for key, share in metrics.items() if key.startswith("fidelity/")
         },
+        "success_by_rounds": success_by_rounds(unfolded["real"]),
     }
 
 

@@ -23,10 +23,10 @@ import torch
 
 from envace.advantages import BASELINES, group_advantages
 from envace.batching import output_table, rows_from_trajectories, total_weight
-from envace.checkpoints import Checkpoints
+from envace.checkpoints import Checkpoints, check_exports, export_folder
 from envace.config import Config
 from envace.data import Sampler, Source, open_source, tasks_within
-from envace.evaluation import assign_rewards, evaluate_team, unfold
+from envace.evaluation import GapWatch, assign_rewards, evaluate_team, unfold
 from envace.losses import policy_loss
 from envace.memory import describe
 from envace.metrics import advantage_metrics, rollout_metrics
@@ -42,7 +42,9 @@ HEADLINE = ("reward/mean", "loss/kl", "loss/entropy", "eval/real_success", "eval
 
 def main(config: Config) -> Path:
     output = Path(config.run_dir) / "rl"
-    check_output(output, config.model.path)
+    for folder in (output, output.with_name("exports")):
+        check_output(folder, config.model.path)
+    check_exports(config)
     referee = Referee(config)
     team = training_team(config)
     policy = team.lead
@@ -55,7 +57,9 @@ def main(config: Config) -> Path:
         raise UserError(f"rl.prompts_per_step={at_once} would draw a task twice: there are {len(train_tasks)}")
     sampler = Sampler(train_tasks, config.seed)
     held_out = tasks_within(source.eval_tasks(), policy.chat, longest)[: config.eval.tasks or None]
-    checkpoints = Checkpoints(team, config, "rl", {"sampler": sampler, "env_calls": source.counter})
+    watch = GapWatch()
+    kept = {"sampler": sampler, "env_calls": source.counter, "gap_watch": watch}
+    checkpoints = Checkpoints(team, config, "rl", kept)
     first = checkpoints.resume()
     with (
         referee,
@@ -89,6 +93,7 @@ def main(config: Config) -> Path:
             assign_rewards(trajectories, config.reward.name, config.rl.keep)
             trajectories = policy.gather(trajectories)
             judged = referee.end_step(policy.sum_over_ranks)
+            sampled_tokens = policy.sum_over_ranks(sampled_tokens)
             rolled_out = time.perf_counter()
 
             rewards, group_ids, role_ids, trajectory_ids = output_table(trajectories)
@@ -109,23 +114,27 @@ def main(config: Config) -> Path:
                 **advantage_metrics(advantages, role_ids),
                 **update_metrics,
                 **judged,
+                "rollout/sampled_tokens": sampled_tokens,
                 "time/rollout": rolled_out - started,
                 "time/update": updated - rolled_out,
-                "throughput/sampled_tokens_per_second": policy.sum_over_ranks(sampled_tokens) / (rolled_out - started),
+                "throughput/sampled_tokens_per_second": sampled_tokens / (rolled_out - started),
                 "throughput/trained_tokens_per_second": trained_tokens(trajectories, config) / (updated - rolled_out),
             }
             tracker.trajectories(step, "train", trajectories)
             if held_out and is_due(step, config):
                 metrics |= evaluate_held_out(team, held_out, config, source, referee, step, tracker)
+                metrics |= watch.evaluated(metrics)
             metrics |= {f"env_calls/{p}": policy.sum_over_ranks(source.counter.calls[p]) for p in PURPOSES}
             tracker.log(step, metrics)
             for player in team.players:
                 player.policy.check_progress()
+            if config.checkpoint.export_every and (step + 1) % config.checkpoint.export_every == 0:
+                team.save(export_folder(config.run_dir, step + 1))
             checkpoints.after_step(step, config.rl.steps)
         for player in team.players:
             if player.policy.skipped_steps:
                 logger.warning("%d steps had no finite gradient and were skipped", player.policy.skipped_steps)
-            player.policy.save(output.with_name("_".join(filter(None, (output.name, player.name)))))
+        team.save(output)
     return output
 
 

@@ -61,6 +61,7 @@ def test_golden_numbers_of_a_rollout():
             "reward/mean": 0.25,
             "reward/success": 0.25,
             "reward/unknown_share": 0.0,
+            "reward/filtered_share": 0.0,
             "reward/zero_variance_share": 0.5,
             "reward_parts/reads": 0.5,
             "status/finished": 0.5,

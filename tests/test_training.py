@@ -20,17 +20,19 @@ import train_sft
 from envace import data, rewards
 from envace.advantages import rolewise_advantages
 from envace.batching import output_table
+from envace.checkpoints import CheckpointError, exports
 from envace.config import load_config
 from envace.demo.demonstrations import _Clerk, make_demonstrations
 from envace.demo.desk import CallCounter
 from envace.demo.model import build_model
 from envace.demo.source import DemoSource
 from envace.demo.tasks import make_task
+from envace.dynamics import __main__ as dynamics
 from envace.evaluation import unfold
-from envace.policy import Diverged, Policy
+from envace.policy import Diverged, Policy, SaveError
 from envace.referee import Referee
 from envace.team import Team
-from envace.types import Role, ServiceFault
+from envace.types import Role, ServiceFault, UserError
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = [
@@ -193,6 +195,7 @@ PROMISED = [
     *("reward/mean", "reward/success", "reward/unknown_share", "reward/zero_variance_share"),
     *(f"status/{status}" for status in ("finished", "parse_error", "truncated", "fault")),
     *(f"rollout/{role}_{what}" for role in ("act", "rehearse") for what in ("outputs", "tokens")),
+    "rollout/sampled_tokens",
     *(f"advantage/{role}_{what}" for role in ("act", "rehearse") for what in ("count", "mean", "std", "abs_max")),
     *(f"loss/{what}" for what in ("policy", "ratio_mean", "clip_fraction", "kl", "entropy", "skipped_steps")),
     *("lr", "grad_norm", "skipped", "time/rollout", "time/update"),
@@ -221,6 +224,9 @@ def test_each_step_logs_everything_that_was_promised(rehearsed_run):
         assert record["throughput/sampled_tokens_per_second"] > 0 < record["throughput/trained_tokens_per_second"]
         assert record["loss/ratio_mean"] == pytest.approx(1, abs=1e-5) and record["loss/clip_fraction"] == 0
         assert record["loss/entropy"] > 0
+        # Eight trajectories; what was sampled is what they hold.
+        assert record["rollout/sampled_tokens"] == pytest.approx(8 * record["rollout/tokens"])
+        assert record["eval/gap_growth"] == "NaN"  # two evaluations are no window of three
     assert records[0]["loss/kl"] == pytest.approx(0, abs=1e-6)
 
 
@@ -425,6 +431,116 @@ def test_nothing_is_evaluated_before_the_end_when_not_asked_for(warm, tmp_path):
     assert len(evaluated) == 1
 
 
+def test_the_watch_for_reward_hacking_is_fed_and_kept(warm, tmp_path):
+    train_rl.main(configure(warm, tmp_path, "rl.steps=3", "eval.tasks=2", "checkpoint.every=3"))
+    records = logged(tmp_path, "rl")
+    seen = {what: [record[f"eval/{what}_success"] for record in records] for what in ("rehearsed", "real")}
+    growth = seen["rehearsed"][2] - seen["real"][2] - seen["rehearsed"][0] + seen["real"][0]
+    assert [record["eval/gap_growth"] for record in records] == ["NaN", "NaN", pytest.approx(growth)]
+    kept = json.loads((tmp_path / "checkpoints" / "rl" / "step-000003" / "rank0.json").read_text())["stateful"]
+    assert kept["gap_watch"] == seen
+
+
+# Exported models and what became of them
+
+
+@pytest.fixture(scope="module")
+def exported_run(warm, tmp_path_factory):
+    """The folder of three RL steps that exported after each second one."""
+    folder = tmp_path_factory.mktemp("exports")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(data.SOURCES, "demo", OneTask)
+        train_rl.main(configure(warm, folder, "rl.steps=4", "rl.lr=1e-3", *EXPORTING))
+    return folder
+
+
+EXPORTING = ("checkpoint.export_every=2", "eval.every=0", "eval.tasks=1")
+
+
+def test_models_are_exported_on_the_way(warm, exported_run):
+    found = exports(exported_run)
+    assert found == {2: exported_run / "exports" / "step-000002", 4: exported_run / "exports" / "step-000004"}
+    assert equal_weights(found[4], exported_run / "rl") and not equal_weights(found[2], found[4])
+    assert not equal_weights(found[2], warm)
+    assert sorted(path.name for path in (exported_run / "exports").iterdir()) == ["step-000002", "step-000004"]
+
+
+def test_exporting_changes_nothing_that_is_trained(warm, exported_run, tmp_path):
+    settings = ["rl.steps=4", "rl.lr=1e-3", "eval.every=0", "eval.tasks=1"]
+    assert equal_weights(train_rl.main(configure(warm, tmp_path, *settings)), exported_run / "rl")
+    assert not (tmp_path / "exports").exists() and exports(tmp_path) == {}
+
+
+def test_exports_of_an_earlier_run_are_not_mixed_with_new_ones(warm, tmp_path):
+    old = tmp_path / "exports" / "step-000002"
+    old.mkdir(parents=True)
+    with pytest.raises(
+        CheckpointError, match="exports/step-000002 is of an earlier run: use another run_dir, or delete"
+    ):
+        train_rl.main(configure(warm, tmp_path))
+    with pytest.raises(SaveError, match="would replace"):
+        train_rl.main(configure(old, tmp_path, "checkpoint.resume=true"))
+    assert [path.name for path in tmp_path.iterdir()] == ["exports"]
+
+
+@pytest.mark.slow
+def test_two_policies_are_exported_side_by_side_and_evaluated_together(warm, tmp_path, monkeypatch):
+    settings = ("rl.team=per_role", "rl.steps=2", *EXPORTING)
+    train_rl.main(configure(warm, tmp_path, *settings))
+    assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == ["step-000002", "step-000002_rehearse"]
+    assert list(exports(tmp_path)) == [2]
+    evaluated = []
+    monkeypatch.setattr(evaluate, "main", lambda config: evaluated.append(config) or evaluation_results())
+    dynamics.main(configure("unused", tmp_path, *settings))
+    assert evaluated[0].model.path == str(tmp_path / "exports" / "step-000002")
+    assert evaluated[0].model.rehearse_path == str(tmp_path / "exports" / "step-000002_rehearse")
+
+
+def evaluation_results():
+    return {
+        "tasks": 4,
+        "samples": 1,
+        "real_success": 0.5,
+        "ci": (0.25, 0.75),
+        "rehearsed_success": float("nan"),
+        "rehearsed_ci": (float("nan"), float("nan")),
+        "imagination_gap": float("nan"),
+        "fidelity_by_round": {"0": 0.5, "1": float("nan")},
+        "success_by_rounds": {"1": (0.5, 4)},
+    }
+
+
+@pytest.mark.slow
+def test_dynamics_evaluates_every_export_beside_the_records_of_the_run(exported_run):
+    before = (exported_run / "metrics.jsonl").read_bytes()
+    report = dynamics.main(configure("unused", exported_run, "eval.samples=2"))
+    assert json.loads((exported_run / "dynamics.json").read_text()) == json.loads(json.dumps(report))
+    assert [entry["step"] for entry in report["curve"]] == [2, 4] and report["tasks"] == 4
+    for entry in report["curve"]:
+        assert entry["ci"][0] <= entry["real_success"] <= entry["ci"][1]
+        assert entry["rehearsed_ci"][0] <= entry["rehearsed_success"] <= entry["rehearsed_ci"][1]
+    assert report["last"]["fidelity_by_round"] == report["curve"][-1]["fidelity_by_round"]
+    assert sum(count for _, count in report["last"]["success_by_rounds"].values()) == 8
+    assert (exported_run / "dynamics.png").read_bytes().startswith(b"\x89PNG")
+    assert (exported_run / "metrics.jsonl").read_bytes() == before
+    assert (exported_run / "dynamics" / "step-000004" / "evaluation.json").exists()
+
+
+def test_dynamics_keeps_nan_visible_and_its_file_readable(tmp_path, monkeypatch):
+    (tmp_path / "exports" / "step-000010").mkdir(parents=True)
+    monkeypatch.setattr(evaluate, "main", lambda config: evaluation_results())
+    dynamics.main(configure("unused", tmp_path))
+    assert json.loads((tmp_path / "dynamics.json").read_text())["curve"][0]["rehearsed_success"] == "NaN"
+
+
+def test_dynamics_says_what_it_lacks(tmp_path):
+    with pytest.raises(UserError, match="has no exports: train with checkpoint.export_every=10, or set run_dir"):
+        dynamics.main(configure("unused", tmp_path))
+    records = "data.source=cm2", f"data.path={ROOT / 'tests' / 'data' / 'cm2_rl.json'}"
+    with pytest.raises(UserError, match="data.source=cm2 has no executable environment"):
+        dynamics.main(configure("unused", tmp_path, *records))
+
+
 def test_how_often_it_is_evaluated_changes_nothing_that_is_trained(warm, tmp_path):
     often, seldom = (
         train_rl.main(configure(warm, tmp_path / name, "rl.steps=3", *settings))
@@ -452,6 +568,10 @@ def test_evaluation_reports_success_and_how_sure_it_is(warm, tmp_path):
     assert results["imagination_gap"] == pytest.approx(results["rehearsed_success"] - results["real_success"])
     assert 0 < dict(results["fidelity_by_round"])["0"] <= 1
     assert set(results["by_kind"]) == {"status"}
+    assert results["rehearsed_ci"][0] <= results["rehearsed_success"] <= results["rehearsed_ci"][1]
+    by_rounds = results["success_by_rounds"]
+    assert sum(count for _, count in by_rounds.values()) == 8
+    assert sum(share * count for share, count in by_rounds.values()) / 8 == pytest.approx(results["real_success"])
     splits = {record["split"] for record in lines(tmp_path / "trajectories.jsonl")}
     assert splits == {"eval-real", "eval-greedy", "eval-rehearsed"}
 

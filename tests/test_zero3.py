@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from zero3_worker import KL_COEF, SETTINGS, UPDATES, make_rows
 
+from envace.checkpoints import exports
 from envace.config import ModelConfig
 from envace.demo.demonstrations import make_demonstrations
 from envace.demo.desk import CallCounter
@@ -285,6 +286,9 @@ def equals_the_uninterrupted_run(ranks, models, stage, run):
     one, other = (load_file(folder / stage / "model.safetensors") for folder in (straight, resumed))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     if stage == "rl":
+        assert list(exports(straight)) == list(exports(resumed)) == [2, 4]
+        one, other = (load_file(exports(folder)[4] / "model.safetensors") for folder in (straight, resumed))
+        assert all(torch.equal(one[name], other[name]) and one[name].numel() > 0 for name in one)
         assert records(resumed / "trajectories.jsonl") == records(straight / "trajectories.jsonl")
         assert all(line["loss/kl"] > 0 for line in expected[2:])
         assert any(line["advantage/act_abs_max"] > 0 for line in expected)

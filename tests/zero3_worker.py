@@ -264,10 +264,10 @@ def train(folder, stage, run_dir, *, stop_at=None, resume=False, referee=Referee
         *("rl.group_size=3", "rl.micro_batch_size=2", "rl.lr=3e-3", "rl.kl_coef=0.1", "rl.updates_per_batch=2"),
         *("rollout.max_rounds=2", "rollout.max_new_tokens=6", f"policy.deepspeed={deepspeed_file(folder)}"),
         *("policy.cpu=true", f"model.path={folder / 'base'}", f"run_dir={folder / run_dir}"),
-        f"checkpoint.resume={str(resume).lower()}",
+        *(f"checkpoint.resume={str(resume).lower()}", "checkpoint.export_every=2"),
     ]
 
-    def reward(trajectories, source):
+    def reward(trajectories, name, keep):
         for trajectory in trajectories:
             trajectory.reward = float(trajectory.sequences[0].ids[-1] % 2)
 

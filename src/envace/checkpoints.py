@@ -257,6 +257,29 @@ def latest(root: Path) -> Path | None:
     return next(iter(complete(root)[::-1]), None)
 
 
+# Models that training leaves behind on its way, to look at how it went; nothing is resumed from them.
+
+
+def export_folder(run_dir: str | Path, step: int) -> Path:
+    """Where the model after `step` steps is exported to. In team per_role REHEARSE's stands beside it, as _rehearse."""
+    return Path(run_dir) / "exports" / f"step-{step:06d}"
+
+
+def exports(run_dir: str | Path) -> dict[int, Path]:
+    """{steps: exported model}, in their order."""
+    folders = (Path(run_dir) / "exports").glob("step-*")
+    steps = (int(f.name.removeprefix("step-")) for f in folders if f.name.removeprefix("step-").isdecimal())
+    return {step: export_folder(run_dir, step) for step in sorted(steps)}
+
+
+def check_exports(config: Config) -> None:
+    """Raise CheckpointError if exports of an earlier run would be taken for this run's."""
+    found = exports(config.run_dir)
+    if found and not config.checkpoint.resume:
+        folder = next(iter(found.values()))
+        raise CheckpointError(f"{folder} is of an earlier run: use another run_dir, or delete {folder.parent}")
+
+
 def _sha256(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

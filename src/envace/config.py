@@ -63,6 +63,7 @@ class PolicyConfig:
 class CheckpointConfig:
     every: int = 0  # steps between checkpoints; 0 saves one only when SIGTERM asks to stop
     keep: int = 2  # how many to keep; older ones are deleted
+    export_every: int = 0  # RL steps between models exported to <run_dir>/exports/step-000010; 0 exports none
     resume: bool = False  # go on from the last complete checkpoint of run_dir, if there is one
 
 
@@ -213,7 +214,7 @@ ANSWERERS = ("rehearsed", "simulated", "recorded", "real", "constant")  # enviro
 # Names of int fields; any other int field is a count, >= 1.
 MAY_BE_ZERO = (
     *("seed", "steps", "epochs", "every", "tasks", "top_k", "r", "pack_tokens", "retries", "max_tokens"),
-    *("max_prompt_tokens", "demonstrations", "train_tasks", "eval_tasks"),
+    *("export_every", "max_prompt_tokens", "demonstrations", "train_tasks", "eval_tasks"),
 )
 
 Rule = tuple[str, Callable[[Any], bool], str]

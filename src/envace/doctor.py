@@ -195,10 +195,11 @@ def check_disk(config: Config, machine: Machine, shape: ModelShape) -> Check:
     # Without `every` a checkpoint is written only when the run is asked to stop.
     kept = config.checkpoint.keep + 1 if config.checkpoint.every else 1
     one, exported = checkpoint_bytes(config, shape), export_bytes(config, shape)
-    needed = kept * one + 2 * exported
+    models = 2 + (config.rl.steps // config.checkpoint.export_every if config.checkpoint.export_every else 0)
+    needed = kept * one + models * exported
     detail = (
         f"{machine.free_disk / GIB:.0f} GiB free at {config.run_dir}, {needed / GIB:.0f} GiB needed "
-        f"(checkpoints {kept} x {one / GIB:.1f}, models 2 x {exported / GIB:.1f})"
+        f"(checkpoints {kept} x {one / GIB:.1f}, models {models} x {exported / GIB:.1f})"
     )
     if needed > machine.free_disk:
         return Check("disk", False, f"{detail}: set run_dir to a larger disk, or lower checkpoint.keep")

@@ -12,8 +12,10 @@ Data without an executable environment (CM2) has only what rehearsal tells: rehe
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -22,7 +24,7 @@ from envace.data import ExecutableSource, Source
 from envace.environments import Constant, Environment, Real, Recorded, Rehearsed, SchemaCheck, Simulated
 from envace.episodes import rollout
 from envace.filters import FILTERS
-from envace.metrics import fidelity_shares, rehearsal_fidelity
+from envace.metrics import fidelity_shares, gap_growth, is_reward_hacking, rehearsal_fidelity
 from envace.policy import Policy
 from envace.prompts import not_recorded_error
 from envace.referee import Referee
@@ -31,6 +33,7 @@ from envace.team import Team
 from envace.types import FILTERED, Limits, Role, Status, Task, Trajectory
 
 CONSTANT_RESPONSE = {"ok": True}
+logger = logging.getLogger("envace")
 
 
 def environment_factory(
@@ -175,6 +178,42 @@ def against_reality(
     }
 
 
+class GapWatch:
+    """Sees reward hacking through rehearsal: over the last `window` evaluations of a training rehearsed success rises,
+    real success does not. `Checkpoints` keeps what it has seen. Without a real environment it does nothing."""
+
+    def __init__(self, window: int = 3):
+        self.window = window
+        self.rehearsed: list[float] = []
+        self.real: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rehearsed": self.rehearsed, "real": self.real}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rehearsed, self.real = state["rehearsed"], state["real"]
+
+    def evaluated(self, metrics: dict[str, float]) -> dict[str, float]:
+        """metrics: of one evaluation. Returns eval/gap_growth over the window, NaN until that many were made; warns."""
+        if "eval/real_success" not in metrics:
+            return {}
+        # New lists: a state that was handed out stays what it was.
+        self.rehearsed = [*self.rehearsed, metrics["eval/rehearsed_success"]][-self.window :]
+        self.real = [*self.real, metrics["eval/real_success"]][-self.window :]
+        if len(self.real) < self.window:
+            return {"eval/gap_growth": float("nan")}
+        growth = gap_growth(self.rehearsed, self.real)
+        if is_reward_hacking(self.rehearsed, self.real):
+            logger.warning(
+                "reward hacking? Over the last %d evaluations rehearsed success rose from %.3f to %.3f while real "
+                "success went from %.3f to %.3f: the imagination gap grew by %.1f points",
+                self.window,
+                *(self.rehearsed[0], self.rehearsed[-1], self.real[0], self.real[-1]),
+                100 * growth,
+            )
+        return {"eval/gap_growth": growth}
+
+
 def success(trajectories: list[Trajectory]) -> float:
     """The share of known rewards that are 1; NaN if none is known."""
     return mean_or_nan([float(t.succeeded) for t in trajectories if t.reward is not None])
@@ -184,6 +223,15 @@ def success_by_task(trajectories: list[Trajectory], samples: int) -> list[float 
     """The success of each task's `samples` adjacent runs, None where no reward is known."""
     groups = [trajectories[i : i + samples] for i in range(0, len(trajectories), samples)]
     return [None if all(t.reward is None for t in group) else success(group) for group in groups]
+
+
+def success_by_rounds(trajectories: list[Trajectory]) -> dict[str, tuple[float, int]]:
+    """{number of rounds of calls: (success, known rewards)}: whether long dialogues go wrong more often."""
+    groups: dict[int, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        if trajectory.reward is not None:
+            groups.setdefault(trajectory.rounds, []).append(trajectory)
+    return {str(rounds): (success(groups[rounds]), len(groups[rounds])) for rounds in sorted(groups)}
 
 
 def known_pairs(after: list[float | None], before: list[float | None]) -> tuple[list[float], list[float]]:

@@ -81,6 +81,11 @@ class Team:
                     generators[policy] = stack.enter_context(policy.generating(how))
             yield Writers({role: generators[policy] for role, policy in self.writers.items()})
 
+    def save(self, folder: Path) -> None:
+        """Write the first player's model to `folder` and a further one's beside it: rl, rl_rehearse. All ranks."""
+        for player in self.players:
+            player.policy.save(folder.with_name("_".join(filter(None, (folder.name, player.name)))))
+
     # What checkpoints need
 
     @property

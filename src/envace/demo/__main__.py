@@ -170,7 +170,7 @@ def combined(runs: list[dict[str, Any]]) -> dict[str, Any]:
         if isinstance(values[0], dict):
             shared = [key for key in values[0] if all(key in v for v in values)]
             merged = {key: merge([v[key] for v in values]) for key in shared}
-            return {key: value for key, value in merged.items() if value is not None}
+            return {key: value for key, value in merged.items() if value is not None} or None
         return mean(values) if isinstance(values[0], int | float) else None
 
     before, after = ([x for run in runs for x in run[stage]["success_by_task"]] for stage in ("sft", "rl"))

@@ -1,0 +1,1 @@
+"""How a policy changes while it is trained: every exported model, evaluated."""
