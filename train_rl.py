@@ -36,7 +36,10 @@ from envace.tracking import Tracker, logger, run
 from envace.types import Batch, Interruption, Task, Trajectory, UserError
 
 PURPOSES = ("training", "evaluation", "fidelity")  # what the executable environment was called for
-HEADLINE = ("reward/mean", "loss/kl", "loss/entropy", "eval/real_success", "eval/imagination_gap", "time/rollout")
+HEADLINE = (
+    *("reward/mean", "loss/kl", "loss/entropy", "eval/real_success", "eval/imagination_gap", "eval/rehearsed_reward"),
+    "time/rollout",
+)
 
 
 def main(config: Config) -> Path:
@@ -59,7 +62,7 @@ def main(config: Config) -> Path:
     train_tasks = tasks_within(source.train_tasks(), policy.chat, longest)
     if len(train_tasks) < at_once:
         raise UserError(f"rl.prompts_per_step={at_once} would draw a task twice: there are {len(train_tasks)}")
-    sampler = Sampler(train_tasks, config.seed)
+    sampler = Sampler(train_tasks, config.seed, [task.id for task in train_tasks])
     held_out = tasks_within(source.eval_tasks(), policy.chat, longest)[: config.eval.tasks or None]
     checkpoints = Checkpoints(policy, config, "rl", {"sampler": sampler, "env_calls": source.counter})
     first = checkpoints.resume()
@@ -119,12 +122,16 @@ def main(config: Config) -> Path:
                 "throughput/trained_tokens_per_second": trained_tokens(trajectories, config) / (updated - rolled_out),
             }
             tracker.trajectories(step, "train", trajectories)
+            lost = None
             if held_out and is_due(step, config):
-                metrics |= evaluate_held_out(policy, held_out, config, source, referee, step, tracker)
+                evaluated, lost = evaluate_held_out(policy, held_out, config, source, referee, step, tracker)
+                metrics |= evaluated
             metrics |= {f"env_calls/{p}": policy.sum_over_ranks(source.counter.calls[p]) for p in PURPOSES}
             tracker.log(step, metrics)
             policy.check_progress()
             checkpoints.after_step(step, config.rl.steps)
+            if lost is not None:
+                raise lost
         if policy.skipped_steps:
             logger.warning("%d steps were skipped: their gradient was not finite", policy.skipped_steps)
         policy.save(output)
@@ -225,19 +232,23 @@ def evaluate_held_out(
     referee: Referee,
     step: int,
     tracker: Tracker,
-) -> dict[str, float]:
-    """Held-out tasks, real (if there is an environment) and rehearsed. No checkpoint is chosen by it."""
+) -> tuple[dict[str, float], Interruption | None]:
+    """Held-out tasks, real (if there is an environment) and rehearsed. No checkpoint is chosen by it.
+
+    A judge that is gone is returned and not raised: the step is done, and shall be recorded and saved first.
+    """
     started = time.perf_counter()
     with policy.own_randomness():
         metrics, trajectories = evaluate_policy(policy, tasks, config, source, referee)
+    lost = None
     try:
         metrics |= {f"eval/{name}": value for name, value in referee.end_step(policy.sum_over_ranks).items()}
     except Interruption as interruption:
-        # The step is done and shall count; a judge that is gone stops the next one.
-        logger.warning("evaluation after step %d is incomplete: %s", step + 1, interruption)
+        lost = interruption
+        logger.error("the evaluation after step %d is incomplete; evaluate.py can make it up", step + 1)
     for environment, unfolded in trajectories.items():
         tracker.trajectories(step, f"eval-{environment}", unfolded)
-    return metrics | {"time/eval": time.perf_counter() - started}
+    return metrics | {"time/eval": time.perf_counter() - started}, lost
 
 
 if __name__ == "__main__":

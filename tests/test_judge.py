@@ -229,6 +229,26 @@ def test_an_outage_that_lasts_stops_the_run():
     assert isinstance(raised.value, UserError) and "\n" not in str(raised.value)
 
 
+def test_a_judge_that_takes_every_question_and_answers_none_is_an_outage(caplog):
+    settings = {"timeout": 0.05, "retries": 1, "max_outage_minutes": 0.005}
+    with (
+        OpenAIServer(in_order(Reply(verdict(True), delay=30.0))) as server,
+        Judge(config_for(server, **settings)) as judge,
+    ):
+        with pytest.raises(JudgeOutage):
+            judge.submit(asks(4)).result(timeout=20)
+    assert "is down" in caplog.text
+
+
+def test_one_question_that_always_takes_too_long_is_unknown_and_no_outage():
+    def script(number, body):
+        return Reply(verdict(True), delay=30.0 if "q0" in text_of(body) else 0.0)
+
+    settings = {"timeout": 0.1, "retries": 1, "max_outage_minutes": 0.001}
+    with OpenAIServer(script) as server, Judge(config_for(server, **settings)) as judge:
+        assert judge.submit(asks(3)).result(timeout=20) == [None, True, True]
+
+
 def test_a_step_with_too_many_unknown_verdicts_stops_the_run():
     def script(number, body):
         return Reply("?") if "q0" in text_of(body) else YES
@@ -403,6 +423,8 @@ def test_an_output_is_split_in_thinking_reply_and_calls():
         {"role": "assistant", "content": "<think>x</think><tool_call>{broken</tool_call>"},
         {"role": "assistant", "content": "<think>never closed"},
         {"role": "assistant", "content": call},
+        {"role": "assistant", "content": "<think>a</think>x<think>b</think>y"},
+        {"role": "assistant", "content": "opened by the prompt</think>z"},
     ]
     assert seen_messages(messages) == [
         Message("user", "<think>not thinking</think>"),
@@ -412,6 +434,8 @@ def test_an_output_is_split_in_thinking_reply_and_calls():
         Message("assistant", "<tool_call>{broken</tool_call>", "x"),
         Message("assistant", "", "never closed"),
         Message("assistant", "", "", (ToolCall("f", {"x": "</think>"}),)),
+        Message("assistant", "xy", "a\nb"),
+        Message("assistant", "z", "opened by the prompt"),
     ]
 
 

@@ -23,6 +23,7 @@ from importlib import metadata
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -204,6 +205,19 @@ MAY_BE_ZERO = (
     *("max_prompt_tokens", "demonstrations", "train_tasks", "eval_tasks"),
 )
 
+SECRET = ("judge.key_env", "judge.endpoints")  # where someone may have put a key: no message shows what is there
+
+
+def is_plain_url(url: str) -> bool:
+    """Whether it is an HTTP address and nothing more: no user, password or query."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises if it is no number
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and "@" not in parts.netloc and not parts.query
+
+
 Rule = tuple[str, Callable[[Any], bool], str]
 RULES: list[Rule] = [  # key, what its value must satisfy, what to change
     ("sampling.temperature", lambda t: t > 0, "training samples: set it > 0 (evaluation: eval.sampling.temperature)"),
@@ -212,6 +226,16 @@ RULES: list[Rule] = [  # key, what its value must satisfy, what to change
     ("eval.sampling.temperature", lambda t: t >= 0, "must be >= 0; 0 is greedy"),
     ("eval.sampling.top_p", lambda p: 0 < p <= 1, "must be > 0 and <= 1"),
     ("seed", lambda seed: seed < 2**31, "must be < 2**31"),
+    (
+        "judge.key_env",
+        lambda name: not name or name.isidentifier() and name.isupper(),
+        "NAMES a variable: capitals, digits, _",
+    ),
+    (
+        "judge.endpoints",
+        lambda urls: all(map(is_plain_url, urls)),
+        "must be like http://host:8000/v1, without user or key",
+    ),
     ("judge.max_tokens", lambda tokens: tokens > 0, "must be > 0"),
     ("judge.timeout", lambda seconds: seconds > 0, "must be > 0"),
     ("judge.temperature", lambda t: t >= 0, "must be >= 0; 0 is greedy"),
@@ -273,8 +297,13 @@ COMBINATIONS: list[tuple[str, Callable[[Config], bool], str]] = [  # a key, what
     ),
     (
         "rehearse.grounding",
-        lambda c: c.rehearse.grounding == "none" or c.rollout.view == "separate",
-        "only a REHEARSE chat of its own can show recorded calls: set rollout.view=separate",
+        lambda c: c.rehearse.grounding == "none" or (c.rollout.view == "separate" and c.data.source == "cm2"),
+        "recorded calls come from CM2 records and show in a REHEARSE chat: set data.source=cm2 rollout.view=separate",
+    ),
+    (
+        "reward.dependence",
+        lambda c: not c.reward.dependence or c.reward.name == "checklist",
+        "only checklists have prerequisites: set reward.name=checklist",
     ),
     (
         "rehearse.reuse_recorded",
@@ -338,7 +367,8 @@ def validate(config: Config, origins: dict[str, str] | None = None) -> None:
     for key, holds, advice in [*_rules_by_type(), *RULES]:
         value = attrgetter(key)(config)
         if not holds(value):
-            raise ConfigError(f"{key}={value} ({(origins or {}).get(key, 'default')}): {advice}")
+            shown = "..." if key in SECRET else value
+            raise ConfigError(f"{key}={shown} ({(origins or {}).get(key, 'default')}): {advice}")
     for key, holds, advice in COMBINATIONS:
         if not holds(config):
             raise ConfigError(f"{key}={attrgetter(key)(config)} ({(origins or {}).get(key, 'default')}): {advice}")
@@ -503,7 +533,8 @@ def _set(config: DictConfig, key: str, value: Any, source: str) -> None:
     if "${" in str(value):  # OmegaConf would look it up, also in the environment; here a value is what it says
         raise ConfigError(f"{key}={value!r} ({source}): references with ${{...}} are not supported, write the value")
     kind = schema()[key].kind
-    expected = ConfigError(f"{key}={value!r} ({source}): expected {_expected(kind)}")
+    shown = "..." if key in SECRET else repr(value)
+    expected = ConfigError(f"{key}={shown} ({source}): expected {_expected(kind)}")
     if is_dataclass(kind) and value != {}:  # _flatten goes into sections, so this is no section
         raise expected
     try:

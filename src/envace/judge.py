@@ -28,15 +28,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from typing import Any
-from urllib.parse import urlsplit
 
 from openai import APIError, APIStatusError, APITimeoutError, AsyncOpenAI
 
 from envace.checklist import VERDICT_SCHEMA, Question, Verdict, judge_messages
-from envace.config import JudgeConfig
+from envace.config import JudgeConfig, is_plain_url
 from envace.types import UserError, content_hash, first_line
 from envace.verdicts import JudgeError, JudgeOutage, Outage, VerdictCache, read_verdict
 
@@ -45,6 +44,7 @@ logger = logging.getLogger("envace")
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 30.0  # seconds before the first retry, doubled for each further one
 AVOID_SECONDS = 5.0  # how long an endpoint that failed is passed over while another works
 PROBE_SECONDS = 10.0  # until `probe` gives an endpoint up
+SILENT_QUESTIONS = 3  # so many different ones without any answer between them are an outage
 LONG_WAIT = 30.0  # seconds of rest that an endpoint cannot ask for without a warning
 MESSAGE_CHARS = 300  # of what an endpoint says about an error
 JITTER = random.Random()  # its own: training's must not depend on how often the judge failed
@@ -93,6 +93,7 @@ class Judge:
         self._counts: Counter[str] = Counter()
         self._latency = 0.0
         self._last_failure = ""
+        self._silent: set[str] = set()  # questions that timed out since the last answer
         self._broken: UserError | None = None
         self._loop = asyncio.new_event_loop()
         # A daemon, so that a failing program is not kept alive by what it still waits for.
@@ -136,10 +137,11 @@ class Judge:
         """
         metrics = self.metrics(total)
         broken, self._broken = self._broken, None
+        reason, self._last_failure = self._last_failure or "on another process", ""
         self._counts, self._latency = Counter(), 0.0
         if total(broken is not None):
             raise JudgeOutage(str(broken or "judge: it failed for another process, whose log says how"))
-        self._outage.check_step(int(metrics["judge/asked"]), int(metrics["judge/unknown"]), self._last_failure)
+        self._outage.check_step(int(metrics["judge/asked"]), int(metrics["judge/unknown"]), reason)
         return metrics
 
     def close(self) -> None:
@@ -172,6 +174,9 @@ class Judge:
         except UserError as error:
             self._broken = error
             raise
+        except Exception as error:  # whatever it is, the run shall save a checkpoint
+            self._broken = JudgeError(f"judge: {type(error).__name__}: {first_line(error)}")
+            raise self._broken from error
 
     async def _verdict(self, question: Question) -> Verdict:
         request = self._request(question)
@@ -202,15 +207,16 @@ class Judge:
     async def _ask(self, request: dict[str, Any], key: str) -> Verdict:
         tried: Counter[str] = Counter()  # by endpoint
         for attempt in itertools.count():
-            outcome = await self._send(request, tried)
+            outcome = await self._send(request, key, tried)
             if isinstance(outcome, bool):
                 self._cache.add(key, outcome)
                 return outcome
             self._last_failure = outcome.text
             if not outcome.retry or (attempt >= self.config.retries and not self._waits_for(outcome)):
                 self._counts["refused"] += not outcome.retry
-                if not self._counts["unknown"]:
+                if not self._counts["given_up"]:
                     logger.warning("judge: first question of this step without a verdict (%s)", outcome.text)
+                self._counts["given_up"] += 1
                 return None
             self._counts[f"retries_{outcome.cause}"] += 1
             await asyncio.sleep(min(_backoff(attempt), self._outage.remaining(time.monotonic())))
@@ -220,7 +226,7 @@ class Judge:
         self._outage.check(time.monotonic())
         return failure.down and self._outage.all_failing
 
-    async def _send(self, request: dict[str, Any], tried: Counter[str]) -> bool | _Failure:
+    async def _send(self, request: dict[str, Any], key: str, tried: Counter[str]) -> bool | _Failure:
         async with self._slots:
             endpoint = self._next_endpoint(tried)
             tried[endpoint.url] += 1
@@ -233,9 +239,9 @@ class Judge:
                 async with asyncio.timeout(self.config.timeout):
                     response = await endpoint.client.chat.completions.with_raw_response.create(**request)
             except (APIError, TimeoutError) as error:
-                return self._failed(endpoint, _failure(error, endpoint.url, endpoint.client.api_key))
+                return self._failed(endpoint, _failure(error, endpoint.url, endpoint.client.api_key), key)
             self._latency += time.monotonic() - started
-            self._outage.answered(endpoint.url)
+            self._answered(endpoint)
             endpoint.avoid_until = 0.0
         return self._read(response.text, endpoint.url)
 
@@ -250,12 +256,20 @@ class Judge:
             chosen.avoid_until = now + AVOID_SECONDS
         return chosen
 
-    def _failed(self, endpoint: _Endpoint, failure: _Failure) -> _Failure:
+    def _answered(self, endpoint: _Endpoint) -> None:
+        self._silent.clear()
+        self._outage.answered(endpoint.url)
+
+    def _failed(self, endpoint: _Endpoint, failure: _Failure, key: str) -> _Failure:
         now = time.monotonic()
+        if failure.cause == "timeout":
+            self._silent.add(key)
+            # One question may take too long by itself; several in a row, and nobody is there.
+            failure = replace(failure, down=len(self._silent) >= SILENT_QUESTIONS)
         if failure.down:
             self._outage.failed(endpoint.url, now, failure.text)
         elif failure.cause != "timeout":  # any answer shows that it can be reached
-            self._outage.answered(endpoint.url)
+            self._answered(endpoint)
         wait = min(failure.wait, 60 * self.config.max_outage_minutes)
         if wait >= LONG_WAIT and endpoint.rest_until < now:
             logger.warning("judge: %s asks for %.0f seconds without requests", endpoint.url, wait)
@@ -265,7 +279,7 @@ class Judge:
     def _read(self, body: str, url: str) -> bool | _Failure:
         try:
             reply = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             reply = None
         self._counts["replies"] += 1
         for name in ("prompt_tokens", "completion_tokens"):
@@ -316,22 +330,13 @@ def _endpoints(config: JudgeConfig) -> list[_Endpoint]:
     if not key or not key.isascii() or not key.isprintable():
         raise JudgeError("judge.key_env must NAME an environment variable that holds the key: export it, or name none")
     for number, url in enumerate(config.endpoints):
-        if not _is_plain_url(url):
+        if not is_plain_url(url):
             raise JudgeError(f"judge.endpoints[{number}] must be like http://host:port/v1, without user, key or query")
     # This class does the retries: the client knows neither other endpoints nor when to wait.
     return [
         _Endpoint(url, AsyncOpenAI(api_key=key, base_url=url, timeout=config.timeout, max_retries=0))
         for url in config.endpoints
     ]
-
-
-def _is_plain_url(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        _ = parts.port  # raises if it is no number
-    except ValueError:
-        return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and "@" not in parts.netloc and not parts.query
 
 
 def _failure(error: APIError | TimeoutError, url: str, key: str) -> _Failure:

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from envace.chat import THINK_CLOSE, THINK_OPEN
 from envace.checklist import ANSWER, VERDICT_SCHEMA, Verdict
 from envace.types import Interruption, UserError
 
 logger = logging.getLogger("envace")
 
 WARN_AFTER = 3  # failures of an endpoint in a row until it is called down
-THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 
 class JudgeError(UserError):
@@ -52,7 +52,7 @@ class Outage:
         self._failures[endpoint] += 1
         if self._failures[endpoint] == WARN_AFTER:
             hope = f"waiting up to {self.max_minutes:g} minutes" if self.all_failing else "the others take over"
-            logger.warning("judge: %s is down (%s); %s", endpoint, reason, hope)
+            logger.error("judge: %s is down (%s); %s", endpoint, reason, hope)
 
     def is_failing(self, endpoint: str) -> bool:
         return endpoint in self._since
