@@ -245,7 +245,7 @@ def evaluate_held_out(
         metrics |= {f"eval/{name}": value for name, value in referee.end_step(policy.sum_over_ranks).items()}
     except Interruption as interruption:
         lost = interruption
-        logger.error("the evaluation after step %d is incomplete; evaluate.py can make it up", step + 1)
+        logger.error("the evaluation after step %d is incomplete: resume, then make it up with evaluate.py", step + 1)
     for environment, unfolded in trajectories.items():
         tracker.trajectories(step, f"eval-{environment}", unfolded)
     return metrics | {"time/eval": time.perf_counter() - started}, lost

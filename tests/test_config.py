@@ -302,3 +302,7 @@ def test_a_key_in_the_settings_is_refused_and_not_shown(setting):
     with pytest.raises(ConfigError, match="judge") as caught:
         load_config(None, ["model.path=m", setting])
     assert "SECRET" not in str(caught.value)
+
+
+def test_a_text_can_be_emptied():
+    assert load_config(None, ["model.path=m", "judge.cache=x", "judge.cache="]).judge.cache == ""

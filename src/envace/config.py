@@ -533,6 +533,7 @@ def _set(config: DictConfig, key: str, value: Any, source: str) -> None:
     if "${" in str(value):  # OmegaConf would look it up, also in the environment; here a value is what it says
         raise ConfigError(f"{key}={value!r} ({source}): references with ${{...}} are not supported, write the value")
     kind = schema()[key].kind
+    value = "" if value is None and kind is str else value  # `key=` empties it
     shown = "..." if key in SECRET else repr(value)
     expected = ConfigError(f"{key}={shown} ({source}): expected {_expected(kind)}")
     if is_dataclass(kind) and value != {}:  # _flatten goes into sections, so this is no section
