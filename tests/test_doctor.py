@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from openai_server import OpenAIServer, Reply, error, in_order, listing
 
-from envace import doctor
-from envace import judge as judge_module
+from envace import doctor, endpoints
 from envace.config import load_config
 from envace.doctor import (
     Check,
@@ -324,7 +323,7 @@ class TestJudge:
         assert fails(check_judge(self.config(server)), f"{server.url}: ", "onnect", "start it")
 
     def test_an_endpoint_that_does_not_answer(self, monkeypatch):
-        monkeypatch.setattr(judge_module, "PROBE_SECONDS", 0.3)
+        monkeypatch.setattr(endpoints, "PROBE_SECONDS", 0.3)
         with self.serving(Reply(delay=1.0)) as server:
             assert fails(check_judge(self.config(server)), f"{server.url}: no reply within 0.3 seconds")
 

@@ -87,18 +87,18 @@ class RewardConfig:
 
 
 @dataclass
-class JudgeConfig:
+class EndpointConfig:
     endpoints: list[str] = field(default_factory=list)  # base URLs such as http://localhost:8000/v1, used in turn
-    model: str = ""  # name of the judge model at the endpoints
+    model: str = ""  # name of the model at the endpoints
     key_env: str = ""  # NAME of the environment variable that holds the API key; empty: no key
     concurrency: int = 64  # requests in flight at once on each rank, over all endpoints
     timeout: float = 120.0  # seconds until a request is given up and tried again
-    retries: int = 5  # tries after the first until a verdict is unknown
-    temperature: float = 0.6  # of the judge; 0 means greedy
+    retries: int = 5  # tries after the first until an answer is unknown
+    temperature: float = 0.6  # of the model; 0 means greedy
     top_p: float = 0.8  # nucleus
     max_tokens: int = 6000  # longest reply
-    cache: str = ""  # JSON lines file with verdicts by content; empty: remembered in memory only
-    max_unknown_share: float = 0.1  # a step with a larger share of unknown verdicts stops the run
+    cache: str = ""  # JSON lines file with answers by content; empty: remembered in memory only
+    max_unknown_share: float = 0.1  # a step with a larger share of unknown answers stops the run
     max_outage_minutes: float = 10.0  # how long to wait while no endpoint can be reached, then the run stops
 
 
@@ -185,7 +185,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # what an interrupted run goes on from
     data: DataConfig = field(default_factory=DataConfig)  # which tasks
     reward: RewardConfig = field(default_factory=RewardConfig)  # what a trajectory is worth
-    judge: JudgeConfig = field(default_factory=JudgeConfig)  # who judges checklists
+    judge: EndpointConfig = field(default_factory=EndpointConfig)  # who judges checklists
     rollout: RolloutConfig = field(default_factory=RolloutConfig)  # how episodes unfold
     rehearse: RehearseConfig = field(default_factory=RehearseConfig)  # what answers a call besides the policy
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # how training samples
@@ -205,7 +205,9 @@ MAY_BE_ZERO = (
     *("max_prompt_tokens", "demonstrations", "train_tasks", "eval_tasks"),
 )
 
-SECRET = ("judge.key_env", "judge.endpoints")  # where someone may have put a key: no message shows what is there
+ENDPOINT_SECTIONS = tuple(name for name, section in vars(Config()).items() if isinstance(section, EndpointConfig))
+# Where someone may have put a key: no message shows what is there.
+SECRET = tuple(f"{section}.{name}" for section in ENDPOINT_SECTIONS for name in ("key_env", "endpoints"))
 
 
 def is_plain_url(url: str) -> bool:
@@ -219,6 +221,24 @@ def is_plain_url(url: str) -> bool:
 
 
 Rule = tuple[str, Callable[[Any], bool], str]
+ENDPOINT_RULES: list[Rule] = [  # a field of EndpointConfig, what its value must satisfy, what to change
+    (
+        "key_env",
+        lambda name: not name or name.isidentifier() and name.isupper(),
+        "NAMES a variable: capitals, digits, _",
+    ),
+    (
+        "endpoints",
+        lambda urls: all(map(is_plain_url, urls)),
+        "must be like http://host:8000/v1, without user or key",
+    ),
+    ("max_tokens", lambda tokens: tokens > 0, "must be > 0"),
+    ("timeout", lambda seconds: seconds > 0, "must be > 0"),
+    ("temperature", lambda t: t >= 0, "must be >= 0; 0 is greedy"),
+    ("top_p", lambda p: 0 < p <= 1, "must be > 0 and <= 1"),
+    ("max_unknown_share", lambda share: 0 <= share <= 1, "is a share: must be within 0 and 1"),
+    ("max_outage_minutes", lambda minutes: minutes >= 0, "must be >= 0"),
+]
 RULES: list[Rule] = [  # key, what its value must satisfy, what to change
     ("sampling.temperature", lambda t: t > 0, "training samples: set it > 0 (evaluation: eval.sampling.temperature)"),
     ("sampling.top_p", lambda p: p == 1, "training cuts no token off: set it to 1 (evaluation: eval.sampling.top_p)"),
@@ -226,22 +246,7 @@ RULES: list[Rule] = [  # key, what its value must satisfy, what to change
     ("eval.sampling.temperature", lambda t: t >= 0, "must be >= 0; 0 is greedy"),
     ("eval.sampling.top_p", lambda p: 0 < p <= 1, "must be > 0 and <= 1"),
     ("seed", lambda seed: seed < 2**31, "must be < 2**31"),
-    (
-        "judge.key_env",
-        lambda name: not name or name.isidentifier() and name.isupper(),
-        "NAMES a variable: capitals, digits, _",
-    ),
-    (
-        "judge.endpoints",
-        lambda urls: all(map(is_plain_url, urls)),
-        "must be like http://host:8000/v1, without user or key",
-    ),
-    ("judge.max_tokens", lambda tokens: tokens > 0, "must be > 0"),
-    ("judge.timeout", lambda seconds: seconds > 0, "must be > 0"),
-    ("judge.temperature", lambda t: t >= 0, "must be >= 0; 0 is greedy"),
-    ("judge.top_p", lambda p: 0 < p <= 1, "must be > 0 and <= 1"),
-    ("judge.max_unknown_share", lambda share: 0 <= share <= 1, "is a share: must be within 0 and 1"),
-    ("judge.max_outage_minutes", lambda minutes: minutes >= 0, "must be >= 0"),
+    *((f"{section}.{name}", holds, advice) for section in ENDPOINT_SECTIONS for name, holds, advice in ENDPOINT_RULES),
     ("sft.roles", lambda roles: roles and all(role in ROLES for role in roles), "must name act, rehearse or both"),
     ("sft.lr", lambda lr: lr >= 0, "must be >= 0"),
     ("sft.warmup", lambda share: 0 <= share <= 1, "is a share of the steps: must be within 0 and 1"),

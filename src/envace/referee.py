@@ -17,7 +17,7 @@ CHECKLIST = "checklist"  # the reward that needs a judge
 class Referee:
     """Asks for the verdicts of each user turn, if the reward is made of them. A context manager: leaving it ends that.
 
-    Raises JudgeError for settings that cannot work.
+    Raises EndpointError for settings that cannot work.
     """
 
     def __init__(self, config: Config):
@@ -47,7 +47,7 @@ class Referee:
         return not is_last and goes_on(variants, turn, dependence=checklist.dependence) is True
 
     def end_step(self, total: Callable[[float], float] = float) -> dict[str, float]:
-        """The judge's metrics since the last call; see `Judge.end_step`. Raises JudgeOutage."""
+        """The judge's metrics since the last call; see `Judge.end_step`. Raises EndpointOutage."""
         return {} if self._judge is None else self._judge.end_step(total)
 
     def __enter__(self) -> Referee:
