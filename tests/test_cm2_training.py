@@ -18,14 +18,14 @@ from safetensors.torch import load_file
 import evaluate
 import train_rl
 import train_sft
-from envace import judge as judge_module
+from envace import endpoints
 from envace.checklist import reward
 from envace.cm2 import source
 from envace.cm2.records import load_rl
 from envace.config import load_config
 from envace.demo.model import build_model
+from envace.outage import EndpointOutage
 from envace.types import UserError
-from envace.verdicts import JudgeOutage
 
 pytestmark = pytest.mark.slow
 
@@ -48,8 +48,8 @@ SEPARATE = [
 @pytest.fixture(autouse=True, scope="module")
 def short_waits():
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(judge_module, "FIRST_BACKOFF", 0.01)
-        patched.setattr(judge_module, "LONGEST_BACKOFF", 0.05)
+        patched.setattr(endpoints, "FIRST_BACKOFF", 0.01)
+        patched.setattr(endpoints, "LONGEST_BACKOFF", 0.05)
         patched.setenv("NO_PROXY", "127.0.0.1")
         yield
 
@@ -314,7 +314,7 @@ def test_a_run_goes_on_after_an_interruption_as_if_there_had_been_none(
     config = rl_config(warm, tmp_path, few, service=service)
     with pytest.MonkeyPatch.context() as patched:
         after_the_first_update(patched, service.stop if trouble == "stops" else service.ramble)
-        with pytest.raises(JudgeOutage, match=message):
+        with pytest.raises(EndpointOutage, match=message):
             train_rl.main(config)
     assert [folder.name for folder in (tmp_path / "checkpoints" / "rl").iterdir()] == ["step-000001"]
     assert not (tmp_path / "rl").exists() and "stopped after step 1" in caplog.text
@@ -334,7 +334,7 @@ def test_a_run_goes_on_after_an_interruption_as_if_there_had_been_none(
 def test_an_outage_in_the_first_step_leaves_nothing_to_go_on_from(warm, few, tmp_path, service):
     config = rl_config(warm, tmp_path, few, service=service)
     service.stop()
-    with pytest.raises(JudgeOutage):
+    with pytest.raises(EndpointOutage):
         train_rl.main(config)
     assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "rl").exists()
 
@@ -353,7 +353,7 @@ def test_a_judge_that_is_gone_while_it_is_evaluated_stops_the_run_behind_the_ste
             service.start(port)
 
     settings = f"eval.every={done}"  # evaluated after the first step, or after the last one
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(JudgeOutage, match="down for 0.005 minutes"):
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(EndpointOutage, match="down for 0.005 minutes"):
         patched.setattr(train_rl, "evaluate_held_out", without_a_judge)
         train_rl.main(rl_config(warm, tmp_path, few, settings, service=service))
     assert f"the evaluation after step {done} is incomplete" in caplog.text
@@ -392,7 +392,7 @@ def test_evaluation_without_an_executable_environment_is_of_rehearsed_runs(warm,
 def test_an_evaluation_whose_judge_is_gone_says_so(warm, few, tmp_path, service):
     config = rl_config(warm, tmp_path, few, service=service)
     service.stop()
-    with pytest.raises(JudgeOutage, match="down for 0.005 minutes"):
+    with pytest.raises(EndpointOutage, match="down for 0.005 minutes"):
         evaluate.main(config)
     assert not (tmp_path / "evaluation.json").exists()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 from openai_server import OpenAIServer, Reply, error, verdict
 
-from envace import judge as judge_module
+from envace import endpoints
 from envace import referee as referee_module
 from envace.advantages import group_advantages
 from envace.batching import output_table, rows_from_trajectories
@@ -19,10 +19,10 @@ from envace.config import load_config
 from envace.environments import Rehearsed
 from envace.episodes import rollout
 from envace.evaluation import assign_rewards
+from envace.outage import EndpointError, EndpointOutage
 from envace.prompts import to_json, tool_call_block, unusable_call_error
 from envace.referee import Referee
 from envace.types import Limits, Status, Task, ToolCall, Trajectory
-from envace.verdicts import JudgeError, JudgeOutage
 
 LIMITS = Limits(max_rounds=6, max_parallel_calls=3, max_context_tokens=4000, max_new_tokens=120)
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -36,8 +36,8 @@ PATIENCE = 20.0  # seconds until a test that hangs fails
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    monkeypatch.setattr(judge_module, "FIRST_BACKOFF", 0.01)
-    monkeypatch.setattr(judge_module, "LONGEST_BACKOFF", 0.05)
+    monkeypatch.setattr(endpoints, "FIRST_BACKOFF", 0.01)
+    monkeypatch.setattr(endpoints, "LONGEST_BACKOFF", 0.05)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
@@ -478,7 +478,7 @@ def test_an_outage_in_the_rollout_makes_faults_and_stops_the_step_at_its_end(rol
         assert [t.reward for t in trajectories] == [1.0, None]
         assert "down for 0 minutes" in trajectories[1].reason and trajectories[1].reward_parts == {}
         assert not any(sequence.open for t in trajectories for sequence in t.sequences)
-        with pytest.raises(JudgeOutage, match="down for 0 minutes"):
+        with pytest.raises(EndpointOutage, match="down for 0 minutes"):
             referee.end_step()
         assert referee.end_step()["judge/asked"] == 0
 
@@ -487,7 +487,7 @@ def test_a_refused_key_stops_the_step_in_the_same_way(roll_out):
     with OpenAIServer(lambda *_: error(401)) as server, Referee(settings_for(server)) as referee:
         [trajectory], _ = roll_out(referee, [(task("t", [item("A")]), [["hi"]])])
         assert trajectory.status is Status.FAULT and trajectory.reward is None
-        with pytest.raises(JudgeOutage, match="HTTP 401"):
+        with pytest.raises(EndpointOutage, match="HTTP 401"):
             referee.end_step()
 
 
@@ -495,7 +495,7 @@ def test_too_many_unknown_verdicts_stop_the_step(roll_out):
     with OpenAIServer(by_question(lambda *_: None)) as server, Referee(settings_for(server, retries=0)) as referee:
         [trajectory], _ = roll_out(referee, [(task("t", [item("A")]), [["hi"]])])
         assert trajectory.status is Status.FINISHED and trajectory.reward is None
-        with pytest.raises(JudgeOutage, match="1 of 1 questions"):
+        with pytest.raises(EndpointOutage, match="1 of 1 questions"):
             referee.end_step()
 
 
@@ -547,7 +547,7 @@ def test_ranks_stop_together_when_the_judge_of_one_is_gone(roll_out):
         [bad], _ = roll_out(broken, asks)
         assert (good.reward, bad.reward) == (1.0, None)
         raised = Ranks().run(fine.end_step, broken.end_step)
-        assert [type(one) for one in raised] == [JudgeOutage, JudgeOutage]
+        assert [type(one) for one in raised] == [EndpointOutage, EndpointOutage]
         assert "another process" in str(raised[0]) and "down for" in str(raised[1])
         roll_out(fine, asks)
         counts = Ranks().run(fine.end_step, broken.end_step)
@@ -567,7 +567,7 @@ def test_ranks_count_unknown_verdicts_together(roll_out):
         counts = Ranks().run(one.end_step, other.end_step)
         assert [(c["judge/asked"], c["judge/unknown_share"]) for c in counts] == [(8, 0.125)] * 2
         roll_out(one, [(task("t", [item("A")]), [["hi"]])])
-        assert [type(raised) for raised in Ranks().run(one.end_step, other.end_step)] == [JudgeOutage] * 2
+        assert [type(raised) for raised in Ranks().run(one.end_step, other.end_step)] == [EndpointOutage] * 2
 
 
 # With and without a judge
@@ -602,7 +602,7 @@ def test_leaving_a_referee_ends_its_judge(roll_out):
 def test_a_judge_that_cannot_work_is_told_before_anything_is_done(name, value):
     config, before = settings_for(endpoints=["http://127.0.0.1:9/v1"]), judge_threads()
     setattr(config.judge, name, value)
-    with pytest.raises(JudgeError, match=f"judge.{name}"):
+    with pytest.raises(EndpointError, match=f"judge.{name}"):
         Referee(config)
     assert judge_threads() == before
 
