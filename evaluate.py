@@ -22,7 +22,7 @@ from envace.evaluation import assign_rewards, evaluate_team, success, success_by
 from envace.metrics import bootstrap_ci
 from envace.referee import Referee
 from envace.team import Team, evaluation_team
-from envace.tracking import Tracker, run
+from envace.tracking import Tracker, run, without_nan
 from envace.types import Task, Trajectory, UserError
 
 
@@ -38,7 +38,7 @@ def main(config: Config) -> dict[str, Any]:
             tracker.log(0, {f"eval/{key}": value for key, value in results.items() if isinstance(value, float)})
     if policy.is_main:
         path = Path(config.run_dir) / "evaluation.json"
-        path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(without_nan(results), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return results
 
 

@@ -37,7 +37,10 @@ from envace.tracking import Tracker, logger, run
 from envace.types import Batch, Interruption, Task, Trajectory, UserError
 
 PURPOSES = ("training", "evaluation", "fidelity")  # what the executable environment was called for
-HEADLINE = ("reward/mean", "loss/kl", "loss/entropy", "eval/real_success", "eval/imagination_gap", "time/rollout")
+HEADLINE = (
+    *("reward/mean", "loss/kl", "loss/entropy", "eval/real_success", "eval/imagination_gap", "eval/rehearsed_reward"),
+    "time/rollout",
+)
 
 
 def main(config: Config) -> Path:
@@ -45,7 +48,12 @@ def main(config: Config) -> Path:
     for folder in (output, output.with_name("exports")):
         check_output(folder, config.model.path)
     check_exports(config)
-    referee = Referee(config)
+    with Referee(config) as referee:
+        train(config, referee, output)
+    return output
+
+
+def train(config: Config, referee: Referee, output: Path) -> None:
     team = training_team(config)
     policy = team.lead
     if policy.is_sharded:
@@ -55,14 +63,13 @@ def main(config: Config) -> Path:
     train_tasks = tasks_within(source.train_tasks(), policy.chat, longest)
     if len(train_tasks) < at_once:
         raise UserError(f"rl.prompts_per_step={at_once} would draw a task twice: there are {len(train_tasks)}")
-    sampler = Sampler(train_tasks, config.seed)
+    sampler = Sampler(train_tasks, config.seed, [task.id for task in train_tasks])
     held_out = tasks_within(source.eval_tasks(), policy.chat, longest)[: config.eval.tasks or None]
     watch = GapWatch()
     kept = {"sampler": sampler, "env_calls": source.counter, "gap_watch": watch}
     checkpoints = Checkpoints(team, config, "rl", kept)
     first = checkpoints.resume()
     with (
-        referee,
         Tracker(
             config.run_dir,
             config,
@@ -121,9 +128,10 @@ def main(config: Config) -> Path:
                 "throughput/trained_tokens_per_second": trained_tokens(trajectories, config) / (updated - rolled_out),
             }
             tracker.trajectories(step, "train", trajectories)
+            lost = None
             if held_out and is_due(step, config):
-                metrics |= evaluate_held_out(team, held_out, config, source, referee, step, tracker)
-                metrics |= watch.evaluated(metrics)
+                evaluated, lost = evaluate_held_out(team, held_out, config, source, referee, step, tracker)
+                metrics |= evaluated | watch.evaluated(evaluated)
             metrics |= {f"env_calls/{p}": policy.sum_over_ranks(source.counter.calls[p]) for p in PURPOSES}
             tracker.log(step, metrics)
             for player in team.players:
@@ -131,11 +139,12 @@ def main(config: Config) -> Path:
             if config.checkpoint.export_every and (step + 1) % config.checkpoint.export_every == 0:
                 team.save(export_folder(config.run_dir, step + 1))
             checkpoints.after_step(step, config.rl.steps)
+            if lost is not None:
+                raise lost
         for player in team.players:
             if player.policy.skipped_steps:
                 logger.warning("%d steps had no finite gradient and were skipped", player.policy.skipped_steps)
         team.save(output)
-    return output
 
 
 def update(
@@ -232,20 +241,24 @@ def evaluate_held_out(
     referee: Referee,
     step: int,
     tracker: Tracker,
-) -> dict[str, float]:
-    """Held-out tasks, real (if there is an environment) and rehearsed. No checkpoint is chosen by it."""
+) -> tuple[dict[str, float], Interruption | None]:
+    """Held-out tasks, real (if there is an environment) and rehearsed. No checkpoint is chosen by it.
+
+    A judge that is gone is returned and not raised: the step is done, and shall be recorded and saved first.
+    """
     started = time.perf_counter()
     policy = team.lead
     with policy.own_randomness():
         metrics, trajectories = evaluate_team(team, tasks, config, source, referee)
+    lost = None
     try:
         metrics |= {f"eval/{name}": value for name, value in referee.end_step(policy.sum_over_ranks).items()}
     except Interruption as interruption:
-        # The step is done and shall count; a judge that is gone stops the next one.
-        logger.warning("evaluation after step %d is incomplete: %s", step + 1, interruption)
+        lost = interruption
+        logger.error("the evaluation after step %d is incomplete: resume, then make it up with evaluate.py", step + 1)
     for environment, unfolded in trajectories.items():
         tracker.trajectories(step, f"eval-{environment}", unfolded)
-    return metrics | {"time/eval": time.perf_counter() - started}
+    return metrics | {"time/eval": time.perf_counter() - started}, lost
 
 
 if __name__ == "__main__":

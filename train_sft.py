@@ -59,7 +59,7 @@ def main(config: Config) -> Path:
     steps = config.sft.steps
     if config.sft.epochs:
         steps = math.ceil(config.sft.epochs * len(dialogues) / config.sft.batch_size)
-    sampler = Sampler(dialogues, config.seed)
+    sampler = Sampler(dialogues, config.seed, [task.id for task, _ in dialogues])
     checkpoints = Checkpoints(policy, config, "sft", {"sampler": sampler})
     first = checkpoints.resume()
     with (

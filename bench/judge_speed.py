@@ -17,7 +17,7 @@ os.environ.setdefault("NO_PROXY", "127.0.0.1")
 
 from test_judge import CONCURRENCY, LATENCY, judge_all  # noqa: E402
 
-from envace.judge import FIRST_BACKOFF  # noqa: E402
+from envace.endpoints import FIRST_BACKOFF  # noqa: E402
 
 
 def main() -> None:

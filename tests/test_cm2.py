@@ -6,21 +6,24 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from envace.chat import ChatFormat, parse_action
+from envace.chat import ChatFormat, parse_action, parse_observation
 from envace.checklist import FOCUS_ON
 from envace.cm2.files import FileError, read_rows
 from envace.cm2.inspect import report
 from envace.cm2.records import RowError, load_rl, load_sft
 from envace.cm2.rows import Message, assistant_text, chat_messages
+from envace.cm2.source import goal_of
 from envace.demo.desk import TOOLS
 from envace.demonstrations import demonstration
-from envace.types import Role, ToolCall
+from envace.rewards import REWARDS
+from envace.types import Evidence, Exchange, RecordedCall, Role, ToolCall, Trajectory
 
 pytestmark = pytest.mark.slow  # all together, though each alone is quick
 
@@ -612,3 +615,42 @@ def test_inspect_runs_from_the_command_line():
     failed = inspect(RL, "--schema", "sft")
     assert failed.returncode == 1 and failed.stderr.startswith("error: all 26 rows of ")
     assert len(failed.stderr.splitlines()) == 1
+
+
+# What the reference dialogue did, as a goal
+
+
+def reference_of(record):
+    """The reference dialogue as a finished trajectory."""
+    task, dialogue = record.task(), record.dialogue()
+    trajectory = Trajectory(replace(task, goal=goal_of(dialogue, task.recorded)), "g")
+    for turn, calls in enumerate(task.recorded):
+        for number, recorded in enumerate(calls):
+            value = parse_observation(recorded.response).value
+            trajectory.exchanges.append(Exchange(recorded.call, value, turn, number, Evidence.OBSERVED))
+    trajectory.answers = [m.text for m in dialogue if m.role == "assistant" and not m.calls]
+    return trajectory
+
+
+@pytest.mark.parametrize("record", load_rl(RL)[0], ids=lambda record: record.id)
+def test_the_reference_dialogue_reaches_its_own_goal(record):
+    reference = reference_of(record)
+    assert [REWARDS[name](reference)[0] for name in ("goal", "gold_calls", "answer_facts")] == [1.0] * 3
+    if reference.exchanges:
+        lost = replace(reference, exchanges=reference.exchanges[1:])
+        assert REWARDS["gold_calls"](lost)[0] == 0.0
+
+
+def test_facts_are_what_an_answer_states_of_a_response():
+    call, again = ToolCall("f", {"x": 1}), ToolCall("f", {"x": 2})
+    response = '{"state": "done", "left": 12, "zero": 0, "ok": true, "none": null, "unsaid": "blue"}'
+    recorded = (
+        (RecordedCall(call, '{"state": "open"}'), RecordedCall(call, response), RecordedCall(again, "no JSON")),
+    )
+    dialogue = [Message("user", "?"), Message("assistant", "It is done: 12 left, 0 ok true open.")]
+    [turn] = goal_of(dialogue, recorded).turns
+    [branch] = turn.branches
+    assert branch.writes == (call, call, again)
+    # Of the second response to one call only what the first one did not say; one character is no fact.
+    assert [says.value.field for says in branch.says] == ["state", "left"]
+    assert [says.value.call for says in branch.says] == [call, call]

@@ -285,3 +285,24 @@ def test_every_shipped_config_can_be_loaded_and_has_a_folder_of_its_own(path):
         assert (sft.epochs, sft.batch_size, sft.max_tokens, sft.lr) == (2, 64, 12000, 1e-5)
         assert (sft.schedule, sft.warmup, config.data.max_prompt_tokens) == ("cosine", 0.1, 3500)
         assert (config.rl.steps, config.rl.prompts_per_step, config.rl.group_size, config.rl.lr) == (470, 16, 4, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *(
+            "judge.key_env=sk-live-SECRET",
+            "judge.key_env=sk_live_SECRET",
+            "judge.endpoints=['http://me:SECRET@host/v1']",
+        ),
+        *("judge.endpoints=['http://host/v1?key=SECRET']", "judge.endpoints=http://me:SECRET@host/v1"),
+    ],
+)
+def test_a_key_in_the_settings_is_refused_and_not_shown(setting):
+    with pytest.raises(ConfigError, match="judge") as caught:
+        load_config(None, ["model.path=m", setting])
+    assert "SECRET" not in str(caught.value)
+
+
+def test_a_text_can_be_emptied():
+    assert load_config(None, ["model.path=m", "judge.cache=x", "judge.cache="]).judge.cache == ""

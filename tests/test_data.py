@@ -195,6 +195,14 @@ def test_the_order_follows_the_seed():
     assert Sampler(list(range(50)), 1).next(50) != list(range(50))
 
 
+def test_a_position_in_other_data_is_refused():
+    state = Sampler(list("abc"), 0, ids="abc").state_dict()
+    Sampler(list("abc"), 0, ids="abc").load_state_dict(state)
+    for other in ("abd", "acb", "ab"):
+        with pytest.raises(UserError, match="other data"):
+            Sampler(list(other), 0, ids=other).load_state_dict(state)
+
+
 @pytest.mark.parametrize("done", [0, 3, 9, 10, 17])
 def test_a_sampler_continues_from_the_number_drawn(done):
     whole = Sampler(list(range(10)), seed=4).next(40)

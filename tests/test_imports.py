@@ -16,7 +16,7 @@ PURE = {"advantages", "losses", "batching", "checklist", "rewards", "metrics"}
 LAYERS = [
     BASE,
     {"prompts"} | PURE,
-    {"chat", "schemas", "filters", "environments", "scoring", "checkpoints", "memory"},
+    {"chat", "schemas", "filters", "environments", "scoring", "checkpoints", "memory"} | {"outage", "endpoints"},
     {"episodes", "demonstrations"},
     {"rehearsal", "generation", "demo", "cm2"},
     {"policy", "data", "verdicts", "tracking", "report", "judge", "referee", "team", "benchmarks"},

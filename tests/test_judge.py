@@ -13,12 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai_server import COMPLETION_TOKENS, PROMPT_TOKENS, OpenAIServer, Reply, error, in_order, verdict
 
-from envace import judge as judge_module
+from envace import endpoints
 from envace.checklist import REPLY, Item, Message, Question
-from envace.judge import Judge, JudgeConfig
+from envace.config import EndpointConfig
+from envace.judge import Judge
+from envace.outage import EndpointError, EndpointOutage, Outage
 from envace.referee import seen_messages
 from envace.types import ToolCall, UserError
-from envace.verdicts import JudgeError, JudgeOutage, Outage, VerdictCache, read_verdict
+from envace.verdicts import VerdictCache, read_verdict
 
 pytestmark = pytest.mark.slow  # all together, though each alone is quick
 
@@ -28,15 +30,15 @@ YES, NO = Reply(verdict(True)), Reply(verdict(False))
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    monkeypatch.setattr(judge_module, "FIRST_BACKOFF", 0.01)
-    monkeypatch.setattr(judge_module, "LONGEST_BACKOFF", 0.05)
+    monkeypatch.setattr(endpoints, "FIRST_BACKOFF", 0.01)
+    monkeypatch.setattr(endpoints, "LONGEST_BACKOFF", 0.05)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
 def config_for(*servers, **settings):
     urls = [server.url for server in servers]
     defaults = {"endpoints": urls, "model": "judge", "concurrency": 8, "timeout": 5.0, "retries": 2}
-    return JudgeConfig(**defaults | settings)
+    return EndpointConfig(**defaults | settings)
 
 
 def ask(text="q"):
@@ -138,7 +140,7 @@ def test_a_question_that_the_endpoint_refuses_is_unknown_at_once():
 @pytest.mark.parametrize("status", [401, 403, 404])
 def test_a_refused_key_or_an_unknown_model_stops_at_once(status):
     with OpenAIServer(in_order(error(status))) as server, Judge(config_for(server)) as judge:
-        with pytest.raises(JudgeError, match=f"HTTP {status}.*check judge.endpoints"):
+        with pytest.raises(EndpointError, match=f"HTTP {status}.*check judge.endpoints"):
             judge.submit([ask()]).result(timeout=10)
         assert len(server.log) == 1
 
@@ -159,14 +161,14 @@ def test_retry_after_is_honoured_by_all_requests(form):
     ("header", "seconds"), [("2.5", 2.5), ("", 0), ("soon", 0), ("-3", 0), ("nan", 0), ("inf", 0), ("1e999", 0)]
 )
 def test_a_retry_after_that_says_nothing_is_no_wait(header, seconds):
-    assert judge_module._retry_after(header) == seconds
+    assert endpoints._retry_after(header) == seconds
 
 
 def test_back_off_doubles_up_to_a_limit_and_is_spread(monkeypatch):
-    monkeypatch.setattr(judge_module, "FIRST_BACKOFF", 0.5)
-    monkeypatch.setattr(judge_module, "LONGEST_BACKOFF", 30.0)
+    monkeypatch.setattr(endpoints, "FIRST_BACKOFF", 0.5)
+    monkeypatch.setattr(endpoints, "LONGEST_BACKOFF", 30.0)
     for attempt, longest in [(0, 0.5), (1, 1), (5, 16), (6, 30), (10_000, 30)]:
-        waits = [judge_module._backoff(attempt) for _ in range(50)]
+        waits = [endpoints._backoff(attempt) for _ in range(50)]
         assert longest / 2 <= min(waits) < max(waits) <= longest
 
 
@@ -195,7 +197,7 @@ def test_an_endpoint_that_fails_is_passed_over(fault, caplog):
 
 
 def test_the_others_take_over_for_a_dead_endpoint(caplog, monkeypatch):
-    monkeypatch.setattr(judge_module, "AVOID_SECONDS", 0.0)
+    monkeypatch.setattr(endpoints, "AVOID_SECONDS", 0.0)
     with OpenAIServer(in_order(YES)) as dead:
         pass
     with OpenAIServer(in_order(YES)) as good, Judge(config_for(dead, good, max_outage_minutes=0.0)) as judge:
@@ -224,9 +226,29 @@ def test_an_outage_that_lasts_stops_the_run():
     with OpenAIServer(in_order(YES)) as server:
         pass
     with Judge(config_for(server, retries=1, max_outage_minutes=0.005)) as judge:
-        with pytest.raises(JudgeOutage, match="down for 0.005 minutes") as raised:
+        with pytest.raises(EndpointOutage, match="down for 0.005 minutes") as raised:
             judge.submit(asks(3)).result(timeout=10)
     assert isinstance(raised.value, UserError) and "\n" not in str(raised.value)
+
+
+def test_a_judge_that_takes_every_question_and_answers_none_is_an_outage(caplog):
+    settings = {"timeout": 0.05, "retries": 1, "max_outage_minutes": 0.005}
+    with (
+        OpenAIServer(in_order(Reply(verdict(True), delay=30.0))) as server,
+        Judge(config_for(server, **settings)) as judge,
+    ):
+        with pytest.raises(EndpointOutage):
+            judge.submit(asks(4)).result(timeout=20)
+    assert "is down" in caplog.text
+
+
+def test_one_question_that_always_takes_too_long_is_unknown_and_no_outage():
+    def script(number, body):
+        return Reply(verdict(True), delay=30.0 if "q0" in text_of(body) else 0.0)
+
+    settings = {"timeout": 0.1, "retries": 1, "max_outage_minutes": 0.001}
+    with OpenAIServer(script) as server, Judge(config_for(server, **settings)) as judge:
+        assert judge.submit(asks(3)).result(timeout=20) == [None, True, True]
 
 
 def test_a_step_with_too_many_unknown_verdicts_stops_the_run():
@@ -237,19 +259,20 @@ def test_a_step_with_too_many_unknown_verdicts_stops_the_run():
         judge.submit(asks(10)).result(timeout=10)
         assert judge.end_step()["judge/unknown_share"] == 0.1, "the largest share that is allowed"
         judge.submit([ask("q0")]).result(timeout=10)
-        with pytest.raises(JudgeOutage, match="1 of 1 questions .* without a verdict .*max_unknown_share=0.1"):
+        with pytest.raises(EndpointOutage, match="1 of 1 questions .* without a verdict .*max_unknown_share=0.1"):
             judge.end_step()
         assert judge.end_step()["judge/asked"] == 0
 
 
 def test_an_endpoint_that_is_named_twice_is_one():
-    one = Outage(["a", "a"], max_unknown_share=0.1, max_minutes=1.0)
+    one = Outage(EndpointConfig(endpoints=["a", "a"]), "judge", "verdict")
     one.failed("a", 0.0, "cut")
     assert one.all_failing
 
 
-def outage(n=2, **settings):
-    return Outage(["a", "b"][:n], **{"max_unknown_share": 0.1, "max_minutes": 1.0} | settings)
+def outage(n=2):
+    settings = {"max_unknown_share": 0.1, "max_outage_minutes": 1.0}
+    return Outage(EndpointConfig(endpoints=["a", "b"][:n], **settings), "judge", "verdict")
 
 
 def test_an_outage_counts_from_the_first_failure_until_an_answer():
@@ -258,7 +281,7 @@ def test_an_outage_counts_from_the_first_failure_until_an_answer():
     one.failed("a", 159.0, "cut")
     one.check(159.9)
     assert one.all_failing and one.remaining(159.0) == 1.0
-    with pytest.raises(JudgeOutage):
+    with pytest.raises(EndpointOutage):
         one.check(160.0)
     one.answered("a")
     one.check(1e6)
@@ -273,7 +296,7 @@ def test_an_outage_needs_every_endpoint_to_fail_for_that_long():
     both.check(1000.0)
     both.failed("b", 1000.0, "cut")
     both.check(1059.0)
-    with pytest.raises(JudgeOutage, match="a, b down"):
+    with pytest.raises(EndpointOutage, match="a, b down"):
         both.check(1060.0)
 
 
@@ -338,11 +361,11 @@ def test_damaged_lines_of_a_cache_are_reported_and_the_rest_is_used(tmp_path, ca
 
 
 def test_a_cache_that_cannot_be_used_is_said_in_one_line(tmp_path):
-    with pytest.raises(JudgeError, match="cannot read the judge's cache"):
+    with pytest.raises(EndpointError, match="cannot read the judge's cache"):
         VerdictCache(str(tmp_path))
     cache = VerdictCache(str(tmp_path / "gone" / "verdicts.jsonl"))
     (tmp_path / "gone").rmdir()
-    with pytest.raises(JudgeError, match="cannot write the judge's cache"):
+    with pytest.raises(EndpointError, match="cannot write the judge's cache"):
         cache.add("a", True)
 
 
@@ -403,6 +426,8 @@ def test_an_output_is_split_in_thinking_reply_and_calls():
         {"role": "assistant", "content": "<think>x</think><tool_call>{broken</tool_call>"},
         {"role": "assistant", "content": "<think>never closed"},
         {"role": "assistant", "content": call},
+        {"role": "assistant", "content": "<think>a</think>x<think>b</think>y"},
+        {"role": "assistant", "content": "opened by the prompt</think>z"},
     ]
     assert seen_messages(messages) == [
         Message("user", "<think>not thinking</think>"),
@@ -412,6 +437,8 @@ def test_an_output_is_split_in_thinking_reply_and_calls():
         Message("assistant", "<tool_call>{broken</tool_call>", "x"),
         Message("assistant", "", "never closed"),
         Message("assistant", "", "", (ToolCall("f", {"x": "</think>"}),)),
+        Message("assistant", "xy", "a\nb"),
+        Message("assistant", "z", "opened by the prompt"),
     ]
 
 
@@ -433,8 +460,8 @@ def test_an_output_is_split_in_thinking_reply_and_calls():
     ],
 )
 def test_settings_that_cannot_work_are_refused_in_one_line_without_the_key(settings):
-    with pytest.raises(JudgeError) as raised:
-        Judge(JudgeConfig(**{"endpoints": ["http://localhost/v1"], "model": "m"} | settings))
+    with pytest.raises(EndpointError) as raised:
+        Judge(EndpointConfig(**{"endpoints": ["http://localhost/v1"], "model": "m"} | settings))
     assert "judge." in str(raised.value) and "\n" not in str(raised.value)
     assert KEY not in str(raised.value)
 
@@ -449,7 +476,7 @@ def test_the_key_is_sent_and_shows_nowhere_else(status, monkeypatch, tmp_path, c
         config = config_for(server, key_env="MY_JUDGE_KEY", cache=str(path), concurrency=1, retries=1)
         seen = [str(asdict(config))]
         with Judge(config) as judge:
-            seen += [repr(judge), str(judge.__dict__)]
+            seen += [repr(judge), str(judge.__dict__), str(judge._client.__dict__)]
             assert judge.submit([ask("a")]).result(timeout=10) == [True]
             try:
                 seen.append(str(judge.submit([ask("b")]).result(timeout=10)))

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from envace.checklist import REPLY, Item, Message, Question
-from envace.config import JudgeConfig, load_config
+from envace.config import EndpointConfig, load_config
 from envace.demo.source import DemoSource
-from envace.judge import Judge, probe
+from envace.endpoints import probe
+from envace.judge import Judge
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +84,7 @@ def test_a_question_is_accepted_and_nonsense_is_no_verdict(served, caplog):
         (),
         (Message("user", "hello"), Message("assistant", "hi")),
     )
-    config = JudgeConfig(endpoints=[served.url], model=served.model, timeout=60.0, retries=1, max_tokens=8)
+    config = EndpointConfig(endpoints=[served.url], model=served.model, timeout=60.0, retries=1, max_tokens=8)
     with Judge(config) as judge:
         assert judge.submit([question]).result(timeout=150) == [None]
         metrics = {name.removeprefix("judge/"): value for name, value in judge.metrics().items()}
@@ -96,4 +97,4 @@ def test_a_question_is_accepted_and_nonsense_is_no_verdict(served, caplog):
 
 
 def test_it_lists_its_model(served):
-    assert probe(JudgeConfig(endpoints=[served.url], model="other")) == {served.url: [served.model]}
+    assert probe(EndpointConfig(endpoints=[served.url], model="other"), "judge") == {served.url: [served.model]}

@@ -23,10 +23,10 @@ from envace.batching import Row, total_weight
 from envace.config import LoraConfig, ModelConfig, PolicyConfig, SamplingConfig, load_config
 from envace.data import Sampler
 from envace.losses import policy_loss, sft_loss
+from envace.outage import EndpointOutage
 from envace.policy import Diverged, Policy
 from envace.referee import Referee
 from envace.types import Evidence, Request, Role, Segment, Sequence
-from envace.verdicts import JudgeOutage
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = {"lr": 1e-3, "weight_decay": 0.01, "grad_clip": 1.0, "max_nonfinite_steps": 3}
@@ -243,7 +243,7 @@ class LosesItsJudge(Referee):
     def end_step(self, total):
         self.steps += 1
         if total(torch.distributed.get_rank() == 1 and self.steps == 3):
-            raise JudgeOutage("the judge is gone")
+            raise EndpointOutage("the judge is gone")
         return {}
 
 
@@ -280,7 +280,7 @@ def train(folder, stage, run_dir, *, stop_at=None, resume=False, referee=Referee
         return {"exit": None}
     except SystemExit as stopped:
         return {"exit": stopped.code}
-    except JudgeOutage as outage:
+    except EndpointOutage as outage:
         return {"exit": str(outage)}
     finally:
         train_rl.Referee = Referee

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from jinja2 import TemplateError
 
+from envace.prompts import to_json
 from envace.types import Action, Observation, ToolCall, UserError
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
@@ -29,6 +31,9 @@ RESULT_OPEN, RESULT_CLOSE = "<execution_result>", "</execution_result>"
 MAX_JSON_DEPTH = 100
 TURN_TOKENS = ["<|im_start|>", "<|im_end|>"]
 TOOL_TOKENS = [CALL_OPEN, CALL_CLOSE, RESPONSE_OPEN, RESPONSE_CLOSE]
+
+
+PRIVATE_USE = [chr(code) for code in range(0xE000, 0xF900)]  # characters that mean nothing; marks for a while
 
 
 class TokenizerError(UserError):
@@ -67,20 +72,29 @@ class ChatFormat:
         # Some templates open the think block themselves; the output then starts inside it.
         tail = self._act_header.rpartition(THINK_OPEN)
         self._opened = "" if not tail[1] or THINK_CLOSE in tail[2] else tail[1] + tail[2]
-        # Behind the first character of every spelled-out added token: a text cut there holds none. (Qwen3's tool tokens
-        # are added but not "special", so `split_special_tokens` would let them through.)
-        cuts = [f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in tokenizer.get_added_vocab() if len(t) > 1]
-        self._inside_added_tokens = re.compile("|".join(cuts))
+        # (Qwen3's tool tokens are added but not "special", so `split_special_tokens` would let them through.)
+        self._inside_added_tokens = _inside(tokenizer.get_added_vocab())
+        self._inside_control_tokens = _inside({*tokenizer.all_special_tokens, *TURN_TOKENS})
         # The framing strings are few and constant: encode each once.
         self._encoded: dict[str, list[int]] = {}
 
     def prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
-        """The ids of a new conversation up to where the assistant writes, from the tokenizer's own template."""
-        return self.encode(self._render(messages, tools, add_generation_prompt=True))
+        """The ids of a new conversation up to where the assistant writes, from the tokenizer's own template.
+
+        Added tokens spelled out in what messages and tools say stay inert characters.
+        """
+        said = to_json([messages, tools])
+        mark = next(character for character in PRIVATE_USE if character not in said)
+        messages, tools = _marked([messages, tools], self._inside_added_tokens, mark)
+        text = self._render(messages, tools, add_generation_prompt=True)
+        return [i for piece in text.split(mark) for i in self.encode(piece)]
 
     def user_turn(self, text: str) -> list[int]:
-        """A later user turn, up to where ACT writes."""
-        return self.encode(f"\n<|im_start|>user\n{text}<|im_end|>\n{self._act_header}")
+        """A later user turn, up to where ACT writes. Added tokens spelled out in `text` stay inert characters."""
+        first, *others = self._inside_added_tokens.split(text)
+        pieces = [f"\n<|im_start|>user\n{first}", *others]
+        pieces[-1] += f"<|im_end|>\n{self._act_header}"
+        return [i for piece in pieces for i in self.encode(piece)]
 
     def response_open(self, index: int) -> list[int]:
         """The framing before the response to call number `index` of one ACT output."""
@@ -96,8 +110,12 @@ class ChatFormat:
         return self._framing(f"<|im_end|>\n{self._act_header}")
 
     def output(self, text: str) -> list[int]:
-        """A whole assistant output given as text (demonstrations); sampled outputs never pass through here."""
-        return [*self.encode(text.removeprefix(self._opened)), self.turn_end]
+        """A whole assistant output given as text (demonstrations); sampled outputs never pass through here.
+
+        Tool and think tags are tokens; tokens that would end the output or begin another turn stay inert characters.
+        """
+        pieces = self._inside_control_tokens.split(text.removeprefix(self._opened))
+        return [*(i for piece in pieces for i in self.encode(piece)), self.turn_end]
 
     def text(self, ids: list[int]) -> str:
         """The text of an output without the token that ended it."""
@@ -141,6 +159,20 @@ class ChatFormat:
         return list(self._encoded[text])
 
 
+def _inside(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Finds the place behind the first character of each spelled-out token: a text cut there holds none."""
+    return re.compile("|".join(f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in tokens if len(t) > 1))
+
+
+def _marked(value: Any, places: re.Pattern[str], mark: str) -> Any:
+    """JSON with a mark at each of the places in its strings."""
+    if isinstance(value, str):
+        return places.sub(mark, value)
+    if isinstance(value, dict):
+        return {_marked(key, places, mark): _marked(item, places, mark) for key, item in value.items()}
+    return [_marked(item, places, mark) for item in value] if isinstance(value, list) else value
+
+
 def parse_action(text: str) -> Action:
     """Read an ACT output.
 
@@ -150,6 +182,7 @@ def parse_action(text: str) -> Action:
     Departs from the released parser: no newline is required around the tags, and calls inside <think> are not run.
     """
     content, calls, position = [], [], _end_of_leading_thought(text)
+    thoughts = [text[:position]]
     try:
         while (tag := _next_tag(text, position)) is not None:
             start, kind = tag
@@ -157,6 +190,7 @@ def parse_action(text: str) -> Action:
             body = start + len(kind)
             if kind == THINK_OPEN:
                 position = _end_of_thought(text, start)
+                thoughts.append(text[start:position])
             elif _is_mention(text, body):
                 content.append(CALL_OPEN)
                 position = body
@@ -168,8 +202,8 @@ def parse_action(text: str) -> Action:
                 calls += [_read_call(c) for c in (value if isinstance(value, list) else [value])]
         content.append(_without_call_close(text[position:]))
     except ValueError as e:
-        return Action(content="".join(content).strip(), calls=[], error=str(e))
-    return Action(content="".join(content).strip(), calls=calls)
+        return Action("".join(content).strip(), [], str(e), _without_tags(thoughts))
+    return Action("".join(content).strip(), calls, thinking=_without_tags(thoughts))
 
 
 def parse_observation(text: str) -> Observation:
@@ -223,6 +257,11 @@ def _end_of_thought(text: str, start: int) -> int:
         if depth == 0:
             return tag.end()
     raise ValueError(f"{THINK_OPEN} is never closed")
+
+
+def _without_tags(thoughts: list[str]) -> str:
+    inner = [thought.removeprefix(THINK_OPEN).removesuffix(THINK_CLOSE).strip() for thought in thoughts]
+    return "\n".join(filter(None, inner))
 
 
 def _next_tag(text: str, position: int) -> tuple[int, str] | None:

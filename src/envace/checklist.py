@@ -248,7 +248,7 @@ def has_tool_error(responses: Iterable[str]) -> bool:
     """Whether one of these tool responses is a JSON object with the key `error_tool_call`."""
     for text in responses:
         try:
-            value = json.loads(text)
+            value = json.loads(text, strict=False)
         except (ValueError, RecursionError):  # a response may be plain text, or nested without end
             continue
         if isinstance(value, dict) and ERROR_KEY in value:

@@ -18,15 +18,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from envace.config import Config, settings_of
+from envace.config import ENDPOINT_SECTIONS, Config, settings_of
 from envace.types import Interruption, UserError
 
+# Where a model behind endpoints is and how it is reached, but not which one it is.
+REACHED = (
+    *("endpoints", "key_env", "concurrency", "timeout", "retries", "cache"),
+    *("max_unknown_share", "max_outage_minutes"),
+)
 # Settings that a resumed run may change: they touch what is trained by rounding at most. Those of the other stage, too.
 FREE = (
     *("checkpoint.", "eval.", "data.eval", "run_dir", "policy.logprob_chunk", "policy.gradient_checkpointing"),
-    # Where the judge is and how it is reached, but not which one it is.
-    *("judge.endpoints", "judge.key_env", "judge.concurrency", "judge.timeout", "judge.retries", "judge.cache"),
-    *("judge.max_unknown_share", "judge.max_outage_minutes"),
+    *(f"{section}.{name}" for section in ENDPOINT_SECTIONS for name in REACHED),
 )
 OTHER_STAGE = {"sft": "rl.", "rl": "sft."}
 FIELDS = {"step", "world_size", "settings", "start", "stateful"}

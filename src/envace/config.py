@@ -23,6 +23,7 @@ from importlib import metadata
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -88,18 +89,18 @@ class RewardConfig:
 
 
 @dataclass
-class JudgeConfig:
+class EndpointConfig:
     endpoints: list[str] = field(default_factory=list)  # base URLs such as http://localhost:8000/v1, used in turn
-    model: str = ""  # name of the judge model at the endpoints
+    model: str = ""  # name of the model at the endpoints
     key_env: str = ""  # NAME of the environment variable that holds the API key; empty: no key
     concurrency: int = 64  # requests in flight at once on each rank, over all endpoints
     timeout: float = 120.0  # seconds until a request is given up and tried again
-    retries: int = 5  # tries after the first until a verdict is unknown
-    temperature: float = 0.6  # of the judge; 0 means greedy
+    retries: int = 5  # tries after the first until an answer is unknown
+    temperature: float = 0.6  # of the model; 0 means greedy
     top_p: float = 0.8  # nucleus
     max_tokens: int = 6000  # longest reply
-    cache: str = ""  # JSON lines file with verdicts by content; empty: remembered in memory only
-    max_unknown_share: float = 0.1  # a step with a larger share of unknown verdicts stops the run
+    cache: str = ""  # JSON lines file with answers by content; empty: remembered in memory only
+    max_unknown_share: float = 0.1  # a step with a larger share of unknown answers stops the run
     max_outage_minutes: float = 10.0  # how long to wait while no endpoint can be reached, then the run stops
 
 
@@ -195,7 +196,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # what an interrupted run goes on from
     data: DataConfig = field(default_factory=DataConfig)  # which tasks
     reward: RewardConfig = field(default_factory=RewardConfig)  # what a trajectory is worth
-    judge: JudgeConfig = field(default_factory=JudgeConfig)  # who judges checklists
+    judge: EndpointConfig = field(default_factory=EndpointConfig)  # who judges checklists
     rollout: RolloutConfig = field(default_factory=RolloutConfig)  # how episodes unfold
     simulator: SimulatorConfig = field(default_factory=SimulatorConfig)  # a frozen model as the environment
     rehearse: RehearseConfig = field(default_factory=RehearseConfig)  # what answers a call besides the policy
@@ -217,7 +218,40 @@ MAY_BE_ZERO = (
     *("export_every", "max_prompt_tokens", "demonstrations", "train_tasks", "eval_tasks"),
 )
 
+ENDPOINT_SECTIONS = tuple(name for name, section in vars(Config()).items() if isinstance(section, EndpointConfig))
+# Where someone may have put a key: no message shows what is there.
+SECRET = tuple(f"{section}.{name}" for section in ENDPOINT_SECTIONS for name in ("key_env", "endpoints"))
+
+
+def is_plain_url(url: str) -> bool:
+    """Whether it is an HTTP address and nothing more: no user, password or query."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises if it is no number
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and "@" not in parts.netloc and not parts.query
+
+
 Rule = tuple[str, Callable[[Any], bool], str]
+ENDPOINT_RULES: list[Rule] = [  # a field of EndpointConfig, what its value must satisfy, what to change
+    (
+        "key_env",
+        lambda name: not name or name.isidentifier() and name.isupper(),
+        "NAMES a variable: capitals, digits, _",
+    ),
+    (
+        "endpoints",
+        lambda urls: all(map(is_plain_url, urls)),
+        "must be like http://host:8000/v1, without user or key",
+    ),
+    ("max_tokens", lambda tokens: tokens > 0, "must be > 0"),
+    ("timeout", lambda seconds: seconds > 0, "must be > 0"),
+    ("temperature", lambda t: t >= 0, "must be >= 0; 0 is greedy"),
+    ("top_p", lambda p: 0 < p <= 1, "must be > 0 and <= 1"),
+    ("max_unknown_share", lambda share: 0 <= share <= 1, "is a share: must be within 0 and 1"),
+    ("max_outage_minutes", lambda minutes: minutes >= 0, "must be >= 0"),
+]
 RULES: list[Rule] = [  # key, what its value must satisfy, what to change
     ("sampling.temperature", lambda t: t > 0, "training samples: set it > 0 (evaluation: eval.sampling.temperature)"),
     ("sampling.top_p", lambda p: p == 1, "training cuts no token off: set it to 1 (evaluation: eval.sampling.top_p)"),
@@ -225,12 +259,7 @@ RULES: list[Rule] = [  # key, what its value must satisfy, what to change
     ("eval.sampling.temperature", lambda t: t >= 0, "must be >= 0; 0 is greedy"),
     ("eval.sampling.top_p", lambda p: 0 < p <= 1, "must be > 0 and <= 1"),
     ("seed", lambda seed: seed < 2**31, "must be < 2**31"),
-    ("judge.max_tokens", lambda tokens: tokens > 0, "must be > 0"),
-    ("judge.timeout", lambda seconds: seconds > 0, "must be > 0"),
-    ("judge.temperature", lambda t: t >= 0, "must be >= 0; 0 is greedy"),
-    ("judge.top_p", lambda p: 0 < p <= 1, "must be > 0 and <= 1"),
-    ("judge.max_unknown_share", lambda share: 0 <= share <= 1, "is a share: must be within 0 and 1"),
-    ("judge.max_outage_minutes", lambda minutes: minutes >= 0, "must be >= 0"),
+    *((f"{section}.{name}", holds, advice) for section in ENDPOINT_SECTIONS for name, holds, advice in ENDPOINT_RULES),
     ("sft.roles", lambda roles: roles and all(role in ROLES for role in roles), "must name act, rehearse or both"),
     ("sft.lr", lambda lr: lr >= 0, "must be >= 0"),
     ("sft.warmup", lambda share: 0 <= share <= 1, "is a share of the steps: must be within 0 and 1"),
@@ -316,8 +345,13 @@ COMBINATIONS: list[tuple[str, Callable[[Config], bool], str]] = [  # a key, what
     ),
     (
         "rehearse.grounding",
-        lambda c: c.rehearse.grounding == "none" or c.rollout.view == "separate",
-        "only a REHEARSE chat of its own can show recorded calls: set rollout.view=separate",
+        lambda c: c.rehearse.grounding == "none" or (c.rollout.view == "separate" and c.data.source == "cm2"),
+        "recorded calls come from CM2 records and show in a REHEARSE chat: set data.source=cm2 rollout.view=separate",
+    ),
+    (
+        "reward.dependence",
+        lambda c: not c.reward.dependence or c.reward.name == "checklist",
+        "only checklists have prerequisites: set reward.name=checklist",
     ),
     (
         "rehearse.reuse_recorded",
@@ -392,7 +426,8 @@ def validate(config: Config, origins: dict[str, str] | None = None) -> None:
     for key, holds, advice in [*_rules_by_type(), *RULES]:
         value = attrgetter(key)(config)
         if not holds(value):
-            raise ConfigError(f"{key}={value} ({(origins or {}).get(key, 'default')}): {advice}")
+            shown = "..." if key in SECRET else value
+            raise ConfigError(f"{key}={shown} ({(origins or {}).get(key, 'default')}): {advice}")
     for key, holds, advice in COMBINATIONS:
         if not holds(config):
             raise ConfigError(f"{key}={attrgetter(key)(config)} ({(origins or {}).get(key, 'default')}): {advice}")
@@ -557,7 +592,9 @@ def _set(config: DictConfig, key: str, value: Any, source: str) -> None:
     if "${" in str(value):  # OmegaConf would look it up, also in the environment; here a value is what it says
         raise ConfigError(f"{key}={value!r} ({source}): references with ${{...}} are not supported, write the value")
     kind = schema()[key].kind
-    expected = ConfigError(f"{key}={value!r} ({source}): expected {_expected(kind)}")
+    value = "" if value is None and kind is str else value  # `key=` empties it
+    shown = "..." if key in SECRET else repr(value)
+    expected = ConfigError(f"{key}={shown} ({source}): expected {_expected(kind)}")
     if is_dataclass(kind) and value != {}:  # _flatten goes into sections, so this is no section
         raise expected
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,7 +19,7 @@ from envace.cm2.source import CM2Source
 from envace.config import Config
 from envace.demo.source import DemoSource
 from envace.episodes import opening
-from envace.types import Executable, Task, Trajectory, UserError
+from envace.types import Executable, Task, Trajectory, UserError, content_hash
 
 logger = logging.getLogger("envace")
 
@@ -86,18 +86,25 @@ def short_enough(items: list[Any], length: Callable[[Any], int], limit: int, wha
 
 
 class Sampler:
-    """Draws items without replacement, epoch after epoch, each epoch in its own seeded order."""
+    """Draws items without replacement, epoch after epoch, each epoch in its own seeded order.
 
-    def __init__(self, items: list[Any], seed: int):
+    ids: of the items, so that a position in one data set is not taken for one in another.
+    """
+
+    def __init__(self, items: list[Any], seed: int, ids: Iterable[str] = ()):
         self.items = items
         self.seed = seed
+        self.data = content_hash([len(items), *ids])
         self.drawn = 0
         self._epoch, self._order = -1, []
 
-    def state_dict(self) -> dict[str, int]:
-        return {"drawn": self.drawn}
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.drawn, "data": self.data}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises UserError if the state is of other items."""
+        if state["data"] != self.data:
+            raise UserError("the checkpoint is of a run on other data: restore the files, or begin a new run")
         self.drawn = state["drawn"]
 
     def next(self, n: int) -> list[Any]:

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from envace.chat import TOOL_TOKENS, TURN_TOKENS, ChatFormat, TokenizerError
 from envace.config import Config, ModelConfig
 from envace.data import open_source
-from envace.judge import probe
+from envace.endpoints import probe
 from envace.memory import (
     GIB,
     RESIDENT,
@@ -37,9 +37,9 @@ from envace.memory import (
     shape_of,
     table,
 )
+from envace.outage import EndpointError
 from envace.tracking import run
 from envace.types import UserError, first_line
-from envace.verdicts import JudgeError
 
 STAGES: tuple[Stage, ...] = ("sft", "rl", "eval")
 # Of the GPU's memory; the rest is for the CUDA context, fragmentation and what the estimate leaves out.
@@ -251,12 +251,12 @@ def check_judge(config: Config) -> Check:
     """Every endpoint can be reached, takes the key and lists the model. No question is asked."""
     model = config.judge.model
     try:
-        found = probe(config.judge)
-    except JudgeError as error:
+        found = probe(config.judge, "judge")
+    except EndpointError as error:
         return Check("judge", False, str(error))
     problems, useful = [], []
     for url, models in found.items():
-        if isinstance(models, JudgeError):
+        if isinstance(models, EndpointError):
             problems.append(str(models).removeprefix("judge: "))
         elif model not in models:
             problems.append(f"{url} lists {_some(models)}, not judge.model={model}: correct it, or serve it there")

@@ -152,7 +152,8 @@ class Recorded:
         responses = [recorded.response for recorded in known if recorded.call.key() == call.key()]
         if not responses:
             return (yield from self.inner.respond(trajectory, call, chat, limits))
-        made = sum(exchange.call.key() == call.key() for exchange in trajectory.exchanges)
+        reused = [e.call.key() for e in trajectory.exchanges if e.evidence is Evidence.OBSERVED]
+        made = reused.count(call.key())
         text = responses[min(made, len(responses) - 1)]
         feed_response(trajectory.sequences[0], text, Evidence.OBSERVED, chat)
         return Observation(text, parse_observation(text).value, evidence=Evidence.OBSERVED)

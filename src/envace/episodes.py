@@ -7,7 +7,8 @@ same code.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
+from itertools import chain
 
 from envace.chat import ChatFormat, parse_action
 from envace.environments import Environment, fail_output, feed_response, write_output
@@ -29,6 +30,7 @@ from envace.types import (
     Steps,
     Task,
     Trajectory,
+    Wait,
 )
 
 EndTurn = Callable[[Trajectory], Steps[bool]]
@@ -69,6 +71,7 @@ def episode(
             yield from _user_turn(trajectory, environment, chat, limits, turn)
             if trajectory.status is not Status.FINISHED:
                 break
+            stream.open = turn + 1 < len(task.user_turns)
             if not (yield from end_turn(trajectory)):
                 trajectory.reason = "gate" if turn + 1 < len(task.user_turns) else ""
                 break
@@ -144,13 +147,14 @@ def _cap_reached(trajectory: Trajectory, action: Action, limits: Limits) -> str:
 def gather(episodes: Iterable[Steps[Trajectory]]) -> Steps[list[Trajectory]]:
     """Advance several episodes together: one flat list of requests per round, results in the order given.
 
-    An episode that waits for a Future sits out one round of the others, which goes on meanwhile; after that all wait
-    for it. So what is generated together, and with it what is sampled, does not depend on how quick a service is.
+    An episode that waits for a service sits out one round of the others, which goes on meanwhile; after that all wait
+    for it, unless it has nothing more to generate. So what is generated together, and with it what is sampled, does not
+    depend on how quick a service is.
     """
     live = list(episodes)
     results: list[Trajectory | None] = [None] * len(live)
     pending: dict[int, list[Request]] = {}
-    waiting: dict[int, Future] = {}
+    waiting: dict[int, Wait] = {}
 
     def advance(i: int, completions: list[Completion] | None) -> None:
         try:
@@ -158,18 +162,18 @@ def gather(episodes: Iterable[Steps[Trajectory]]) -> Steps[list[Trajectory]]:
         except StopIteration as stop:
             results[i] = stop.value
         else:
-            (waiting if isinstance(asked, Future) else pending)[i] = asked
+            (waiting if isinstance(asked, Wait) else pending)[i] = asked
 
     for i in range(len(live)):
         advance(i, None)
     while pending or waiting:
-        asked, awaited = dict(sorted(pending.items())), dict(waiting)
-        pending.clear()
-        waiting.clear()
-        completions = iter((yield [r for requests in asked.values() for r in requests]) if asked else ())
-        for i, requests in asked.items():
-            advance(i, [next(completions) for _ in requests])
-        wait(awaited.values())
+        order = sorted(pending)
+        awaited = [i for i in waiting if not waiting[i].is_last] or ([] if order else list(waiting))
+        requests, futures = [pending.pop(i) for i in order], [waiting.pop(i).future for i in awaited]
+        completions = iter((yield [*chain(*requests)]) if order else ())
+        for i, asked in zip(order, requests, strict=True):
+            advance(i, [next(completions) for _ in asked])
+        wait(futures)
         for i in awaited:
             advance(i, None)
     return results

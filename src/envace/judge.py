@@ -1,154 +1,70 @@
-"""Asks a language model behind an OpenAI-compatible endpoint whether checklist items are met.
-
-A question is asked until it has a verdict: the API of the endpoint may be busy, slow, broken or cut, and the reply may
-not hold one. Only when the retries are used up is the verdict None, unknown; it is never taken for False. While no
-endpoint can be reached questions wait, up to `max_outage_minutes`; see `envace.verdicts`.
-
-All requests run in one background thread with its own event loop, so judging overlaps whatever the caller does:
+"""Asks a language model whether checklist items are met: a question has a verdict, or it is unknown and never False.
 
     with Judge(config) as judge:
         pending = judge.submit(questions)   # a Future: pending.done(), pending.result()
         verdicts = await judge.verdicts(questions)  # the same from a coroutine
         metrics = judge.end_step()
 
-The API key is read from the environment and stands in no config, log line, error, cache or repr.
+Judging overlaps whatever the caller does. How the model is reached, and what happens while it cannot be, is described
+in `envace.endpoints`. A question that was answered before is not asked again, and identical ones are asked once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
-import logging
-import math
-import os
-import random
-import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from typing import Any
-from urllib.parse import urlsplit
-
-from openai import APIError, APIStatusError, APITimeoutError, AsyncOpenAI
 
 from envace.checklist import VERDICT_SCHEMA, Question, Verdict, judge_messages
-from envace.config import JudgeConfig
-from envace.types import UserError, content_hash, first_line
-from envace.verdicts import JudgeError, JudgeOutage, Outage, VerdictCache, read_verdict
+from envace.config import EndpointConfig
+from envace.endpoints import ChatClient
+from envace.outage import EndpointError
+from envace.types import content_hash
+from envace.verdicts import VerdictCache, read_verdict
 
-logger = logging.getLogger("envace")
-
-FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 30.0  # seconds before the first retry, doubled for each further one
-AVOID_SECONDS = 5.0  # how long an endpoint that failed is passed over while another works
-PROBE_SECONDS = 10.0  # until `probe` gives an endpoint up
-LONG_WAIT = 30.0  # seconds of rest that an endpoint cannot ask for without a warning
-MESSAGE_CHARS = 300  # of what an endpoint says about an error
-JITTER = random.Random()  # its own: training's must not depend on how often the judge failed
-NO_KEY = "none"  # the client insists on one
-COUNTS = ("asked", "answered", "cached", "unknown", "refused", "requests", "prompt_tokens", "completion_tokens")
-CAUSES = ("rate_limit", "server_error", "timeout", "connection", "no_verdict")
-REFUSES_ALL = {401: "refuses the key", 403: "refuses the key", 404: "does not know the model or the path"}
 RESPONSE_FORMAT = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": VERDICT_SCHEMA}}
-
-
-@dataclass
-class _Endpoint:
-    url: str
-    client: AsyncOpenAI
-    rest_until: float = 0.0  # seconds of the monotonic clock: it asked for no request before
-    avoid_until: float = 0.0  # it is failing: others go first; 0.0 if it is not
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """Why a request gave no verdict. cause: names a counter. wait: seconds the endpoint asked for."""
-
-    cause: str
-    text: str
-    retry: bool = True
-    down: bool = False
-    wait: float = 0.0
 
 
 class Judge:
     """Asks questions and counts. All its methods may be called from any thread.
 
-    Raises JudgeError for settings that cannot work: no endpoint, an unset key variable, a cache that cannot be read.
+    Raises EndpointError for settings that cannot work: no endpoint, an unset key variable, a cache that cannot be read.
     """
 
-    def __init__(self, config: JudgeConfig):
+    def __init__(self, config: EndpointConfig):
         self.config = config
-        self._endpoints = _endpoints(config)
-        self._outage = Outage(
-            config.endpoints, max_unknown_share=config.max_unknown_share, max_minutes=config.max_outage_minutes
-        )
-        self._cache = VerdictCache(config.cache)
-        self._turn = 0
         self._pending: dict[str, asyncio.Task[Verdict]] = {}
-        self._slots = asyncio.Semaphore(config.concurrency)
-        self._counts: Counter[str] = Counter()
-        self._latency = 0.0
-        self._last_failure = ""
-        self._broken: UserError | None = None
-        self._loop = asyncio.new_event_loop()
-        # A daemon, so that a failing program is not kept alive by what it still waits for.
-        self._thread = threading.Thread(target=self._loop.run_forever, name="judge", daemon=True)
-        self._thread.start()
+        self._client = ChatClient(config, "judge", wanted="verdict")
+        try:
+            self._cache = VerdictCache(config.cache)
+        except EndpointError:
+            self._client.close()
+            raise
 
     def submit(self, questions: Sequence[Question]) -> Future[list[Verdict]]:
         """Start judging in the background. The result has a verdict per question, in order; None is unknown.
 
-        The future raises JudgeError if an endpoint refuses the key or does not know the model, JudgeOutage if none
-        could be reached for too long.
+        The future raises EndpointError if an endpoint refuses the key or does not know the model, or if the cache
+        cannot be written; EndpointOutage if no endpoint could be reached for too long.
         """
-        return asyncio.run_coroutine_threadsafe(self._verdicts(list(questions)), self._loop)
+        return self._client.submit(self._verdicts(list(questions)))
 
     async def verdicts(self, questions: Sequence[Question]) -> list[Verdict]:
         """The same for coroutines, of any event loop."""
         return await asyncio.wrap_future(self.submit(questions))
 
     def metrics(self, total: Callable[[float], float] = float) -> dict[str, float]:
-        """Counts since the last `end_step`: asked = answered + cached + unknown. Tokens and seconds are of all replies.
-
-        cached: the question was answered before, or was being asked at that time. refused: the endpoint would not
-        answer it, for example because it is too long. total: sums a count over all ranks.
-        """
-        counts = {name: total(self._counts[name]) for name in COUNTS}
-        retries = {f"retries_{cause}": total(self._counts[f"retries_{cause}"]) for cause in CAUSES}
-        asked, replies, latency = counts["asked"], total(self._counts["replies"]), total(self._latency)
-        rates = {
-            "unknown_share": counts["unknown"] / asked if asked else 0.0,
-            "latency_seconds": latency,
-            "latency_mean_seconds": latency / replies if replies else 0.0,
-        }
-        return {f"judge/{name}": value for name, value in {**counts, **retries, **rates}.items()}
+        """Counts since the last `end_step`, as "judge/..."; see `ChatClient.metrics`."""
+        return self._client.metrics(total)
 
     def end_step(self, total: Callable[[float], float] = float) -> dict[str, float]:
-        """The metrics of the step that ends, all of whose questions are answered; the next one counts from 0.
-
-        total: sums a number over all ranks, all of which call this and fare alike.
-        Raises JudgeOutage if more than `max_unknown_share` of the step's questions had no verdict, and if a future of
-        the step raised.
-        """
-        metrics = self.metrics(total)
-        broken, self._broken = self._broken, None
-        self._counts, self._latency = Counter(), 0.0
-        if total(broken is not None):
-            raise JudgeOutage(str(broken or "judge: it failed for another process, whose log says how"))
-        self._outage.check_step(int(metrics["judge/asked"]), int(metrics["judge/unknown"]), self._last_failure)
-        return metrics
+        """The metrics of the step that ends; see `ChatClient.end_step`. Raises EndpointOutage."""
+        return self._client.end_step(total)
 
     def close(self) -> None:
-        """Give up what is still being asked, and end the thread. A closed judge cannot be used again."""
-        if not self._loop.is_closed():
-            asyncio.run_coroutine_threadsafe(self._give_up(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        """Give up what is still being asked. A closed judge cannot be used again."""
+        self._client.close()
 
     def __enter__(self) -> Judge:
         return self
@@ -156,38 +72,32 @@ class Judge:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # From here on everything runs in the judge's thread.
-
-    async def _give_up(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for endpoint in self._endpoints:
-            await endpoint.client.close()
+    # From here on everything runs in the client's thread.
 
     async def _verdicts(self, questions: list[Question]) -> list[Verdict]:
-        try:
-            return await asyncio.gather(*(self._verdict(question) for question in questions))
-        except UserError as error:
-            self._broken = error
-            raise
+        return await asyncio.gather(*(self._verdict(question) for question in questions))
 
     async def _verdict(self, question: Question) -> Verdict:
         request = self._request(question)
         key = content_hash(request)
-        self._counts["asked"] += 1
-        answer, source = self._cache.get(key), "cached"
-        if answer is None:
-            if key not in self._pending:
-                source = "answered"
-                task = asyncio.create_task(self._ask(request, key))
-                self._pending[key] = task
-                task.add_done_callback(lambda _: self._pending.pop(key))
-            # Shielded: whoever gives up must not take the answer from others that ask the same.
-            answer = await asyncio.shield(self._pending[key])
-        self._counts["unknown" if answer is None else source] += 1
-        return answer
+        verdict = self._cache.get(key)
+        # Shielded: whoever gives up must not take the answer from others that ask the same.
+        if verdict is None and key not in self._pending:
+            task = asyncio.create_task(self._ask(request, key))
+            self._pending[key] = task
+            task.add_done_callback(lambda _: self._pending.pop(key))
+            return await asyncio.shield(task)
+        self._client.count("asked")
+        if verdict is None:
+            verdict = await asyncio.shield(self._pending[key])
+        self._client.count("unknown" if verdict is None else "cached")
+        return verdict
+
+    async def _ask(self, request: dict[str, Any], key: str) -> Verdict:
+        verdict = await self._client.ask(request, key, read_verdict)
+        if verdict is not None:
+            self._cache.add(key, verdict)
+        return verdict
 
     def _request(self, question: Question) -> dict[str, Any]:
         return {
@@ -198,188 +108,3 @@ class Judge:
             "max_tokens": self.config.max_tokens,
             "response_format": RESPONSE_FORMAT,
         }
-
-    async def _ask(self, request: dict[str, Any], key: str) -> Verdict:
-        tried: Counter[str] = Counter()  # by endpoint
-        for attempt in itertools.count():
-            outcome = await self._send(request, tried)
-            if isinstance(outcome, bool):
-                self._cache.add(key, outcome)
-                return outcome
-            self._last_failure = outcome.text
-            if not outcome.retry or (attempt >= self.config.retries and not self._waits_for(outcome)):
-                self._counts["refused"] += not outcome.retry
-                if not self._counts["unknown"]:
-                    logger.warning("judge: first question of this step without a verdict (%s)", outcome.text)
-                return None
-            self._counts[f"retries_{outcome.cause}"] += 1
-            await asyncio.sleep(min(_backoff(attempt), self._outage.remaining(time.monotonic())))
-
-    def _waits_for(self, failure: _Failure) -> bool:
-        """Whether it is the service that fails and not the question. Raises JudgeOutage if it has for too long."""
-        self._outage.check(time.monotonic())
-        return failure.down and self._outage.all_failing
-
-    async def _send(self, request: dict[str, Any], tried: Counter[str]) -> bool | _Failure:
-        async with self._slots:
-            endpoint = self._next_endpoint(tried)
-            tried[endpoint.url] += 1
-            # All of them ask for rest if this one does, so the slot is not missed.
-            await asyncio.sleep(endpoint.rest_until - time.monotonic())
-            started = time.monotonic()
-            self._counts["requests"] += 1
-            try:
-                # The client's own timeout is for each read: a reply that trickles in would never end.
-                async with asyncio.timeout(self.config.timeout):
-                    response = await endpoint.client.chat.completions.with_raw_response.create(**request)
-            except (APIError, TimeoutError) as error:
-                return self._failed(endpoint, _failure(error, endpoint.url, endpoint.client.api_key))
-            self._latency += time.monotonic() - started
-            self._outage.answered(endpoint.url)
-            endpoint.avoid_until = 0.0
-        return self._read(response.text, endpoint.url)
-
-    def _next_endpoint(self, tried: Counter[str]) -> _Endpoint:
-        """In turn; but behind the others come those that asked for rest, that are failing, that this question tried."""
-        now = time.monotonic()
-        self._turn += 1
-        in_turn = [self._endpoints[(self._turn + i) % len(self._endpoints)] for i in range(len(self._endpoints))]
-        chosen = min(in_turn, key=lambda e: (max(e.rest_until - now, 0.0), now < e.avoid_until, tried[e.url]))
-        if chosen.avoid_until:
-            # One request finds out whether a failing endpoint is back; the rest does not follow before that is known.
-            chosen.avoid_until = now + AVOID_SECONDS
-        return chosen
-
-    def _failed(self, endpoint: _Endpoint, failure: _Failure) -> _Failure:
-        now = time.monotonic()
-        if failure.down:
-            self._outage.failed(endpoint.url, now, failure.text)
-        elif failure.cause != "timeout":  # any answer shows that it can be reached
-            self._outage.answered(endpoint.url)
-        wait = min(failure.wait, 60 * self.config.max_outage_minutes)
-        if wait >= LONG_WAIT and endpoint.rest_until < now:
-            logger.warning("judge: %s asks for %.0f seconds without requests", endpoint.url, wait)
-        endpoint.avoid_until, endpoint.rest_until = now + AVOID_SECONDS, max(endpoint.rest_until, now + wait)
-        return failure
-
-    def _read(self, body: str, url: str) -> bool | _Failure:
-        try:
-            reply = json.loads(body)
-        except ValueError:
-            reply = None
-        self._counts["replies"] += 1
-        for name in ("prompt_tokens", "completion_tokens"):
-            tokens = _at(reply, "usage", name)
-            self._counts[name] += tokens if isinstance(tokens, int) else 0
-        text = _at(reply, "choices", 0, "message", "content")
-        verdict = read_verdict(text) if isinstance(text, str) else None
-        if verdict is None:
-            ended = _at(reply, "choices", 0, "finish_reason")
-            return _Failure("no_verdict", f"{url}: a reply without a verdict (finish_reason {ended})")
-        return verdict
-
-
-def probe(config: JudgeConfig) -> dict[str, list[str] | JudgeError]:
-    """By endpoint the names of the models that it lists, or why there is no list. No question is asked.
-
-    Raises JudgeError for settings that cannot work.
-    """
-
-    async def answers() -> list[list[str] | JudgeError]:
-        return await asyncio.gather(*map(_models, _endpoints(config)))
-
-    return dict(zip(config.endpoints, asyncio.run(answers()), strict=True))
-
-
-async def _models(endpoint: _Endpoint) -> list[str] | JudgeError:
-    advice = "start it, or correct judge.endpoints"
-    try:
-        async with endpoint.client, asyncio.timeout(PROBE_SECONDS):
-            response = await endpoint.client.models.with_raw_response.list()
-        return [str(model["id"]) for model in json.loads(response.text)["data"]]
-    except (TimeoutError, APITimeoutError):
-        return JudgeError(f"{endpoint.url}: no reply within {PROBE_SECONDS:g} seconds: {advice}")
-    except APIError as error:
-        try:
-            return JudgeError(f"{_failure(error, endpoint.url, endpoint.client.api_key).text}: {advice}")
-        except JudgeError as refusal:
-            return refusal
-    except (ValueError, KeyError, TypeError):
-        return JudgeError(f"{endpoint.url}: a reply without a list of models: {advice}")
-
-
-def _endpoints(config: JudgeConfig) -> list[_Endpoint]:
-    if not config.endpoints or not config.model:
-        raise JudgeError("judge.endpoints and judge.model must be set: URLs such as http://localhost:8000/v1, a name")
-    # No value is shown here: someone may have put the key itself where its name belongs.
-    key = os.environ.get(config.key_env, "").strip() if config.key_env else NO_KEY
-    if not key or not key.isascii() or not key.isprintable():
-        raise JudgeError("judge.key_env must NAME an environment variable that holds the key: export it, or name none")
-    for number, url in enumerate(config.endpoints):
-        if not _is_plain_url(url):
-            raise JudgeError(f"judge.endpoints[{number}] must be like http://host:port/v1, without user, key or query")
-    # This class does the retries: the client knows neither other endpoints nor when to wait.
-    return [
-        _Endpoint(url, AsyncOpenAI(api_key=key, base_url=url, timeout=config.timeout, max_retries=0))
-        for url in config.endpoints
-    ]
-
-
-def _is_plain_url(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        _ = parts.port  # raises if it is no number
-    except ValueError:
-        return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and "@" not in parts.netloc and not parts.query
-
-
-def _failure(error: APIError | TimeoutError, url: str, key: str) -> _Failure:
-    """What an error of a request means. Raises JudgeError if no other request could fare better."""
-    if isinstance(error, TimeoutError | APITimeoutError):
-        return _Failure("timeout", f"{url}: no reply within judge.timeout")
-    said = first_line(error if isinstance(error, APIStatusError) else error.__cause__ or error)
-    # Some endpoints quote the key they refuse.
-    text = f"{url}: {(said if key == NO_KEY else said.replace(key, '***'))[:MESSAGE_CHARS]}"
-    if not isinstance(error, APIStatusError):
-        return _Failure("connection", text, down=True)
-    status = error.status_code
-    if status in REFUSES_ALL:
-        # Without the error itself, whose text may hold the key.
-        raise JudgeError(
-            f"judge: {url} {REFUSES_ALL[status]} (HTTP {status}): check judge.endpoints, model and key_env"
-        ) from None
-    wait = _retry_after(error.response.headers.get("retry-after", ""))
-    if status == 429:
-        return _Failure("rate_limit", text, wait=wait)
-    if status >= 500 or status in (408, 409):
-        # What a gateway says for a server that is not there.
-        return _Failure("server_error", text, down=status in (502, 503), wait=wait)
-    return _Failure("refused", text, retry=False)
-
-
-def _retry_after(header: str) -> float:
-    """Seconds, from a number or a date; 0 if it is neither."""
-    try:
-        seconds = float(header)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(header).timestamp() - time.time()
-        except (ValueError, OverflowError):
-            return 0.0
-    return max(seconds, 0.0) if math.isfinite(seconds) else 0.0
-
-
-def _backoff(attempt: int) -> float:
-    """Seconds before a retry: doubled each time, and spread so that retries do not come all at once."""
-    return min(FIRST_BACKOFF * 2 ** min(attempt, 16), LONGEST_BACKOFF) * JITTER.uniform(0.5, 1)
-
-
-def _at(value: Any, *path: str | int) -> Any:
-    """What lies at a path in JSON, None if something else does."""
-    for step in path:
-        try:
-            value = value[step]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return value

@@ -9,7 +9,7 @@ from envace.chat import THINK_CLOSE, THINK_OPEN, parse_action
 from envace.checklist import Message, asked, filled, goes_on, turn_questions
 from envace.config import Config
 from envace.judge import Judge
-from envace.types import ServiceFault, Steps, Trajectory, UserError
+from envace.types import ServiceFault, Steps, Trajectory, UserError, Wait
 
 CHECKLIST = "checklist"  # the reward that needs a judge
 
@@ -17,7 +17,7 @@ CHECKLIST = "checklist"  # the reward that needs a judge
 class Referee:
     """Asks for the verdicts of each user turn, if the reward is made of them. A context manager: leaving it ends that.
 
-    Raises JudgeError for settings that cannot work.
+    Raises EndpointError for settings that cannot work.
     """
 
     def __init__(self, config: Config):
@@ -36,18 +36,18 @@ class Referee:
         messages = seen_messages(trajectory.messages)
         tables = [turn_questions(items, messages) for items in variants]
         pending = self._judge.submit([question for table in tables for question in asked(table)])
-        yield pending
+        is_last = len(trajectory.verdicts) + 1 == checklist.num_turns
+        yield Wait(pending, is_last)
         try:
             verdicts = iter(pending.result())
         except UserError as error:
             raise ServiceFault(str(error)) from error
         turn = [filled(table, [next(verdicts) for _ in asked(table)]) for table in tables]
         trajectory.verdicts.append(turn)
-        is_last = len(trajectory.verdicts) == checklist.num_turns
         return not is_last and goes_on(variants, turn, dependence=checklist.dependence) is True
 
     def end_step(self, total: Callable[[float], float] = float) -> dict[str, float]:
-        """The judge's metrics since the last call; see `Judge.end_step`. Raises JudgeOutage."""
+        """The judge's metrics since the last call; see `Judge.end_step`. Raises EndpointOutage."""
         return {} if self._judge is None else self._judge.end_step(total)
 
     def __enter__(self) -> Referee:
@@ -69,9 +69,11 @@ def seen_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
         if role != "assistant":
             seen.append(Message(role, text))
             continue
-        thinking, visible, action = "", text, parse_action(text)
-        if text.lstrip().startswith(THINK_OPEN):
-            thinking, _, visible = text.lstrip().removeprefix(THINK_OPEN).partition(THINK_CLOSE)
-        reply = visible.strip() if action.error else action.content
-        seen.append(Message(role, reply, thinking.strip(), tuple(action.calls)))
+        action = parse_action(text)
+        thinking, reply = action.thinking, action.content
+        if action.error:
+            thinking, reply = "", text
+            if text.lstrip().startswith(THINK_OPEN):
+                thinking, _, reply = text.lstrip().removeprefix(THINK_OPEN).partition(THINK_CLOSE)
+        seen.append(Message(role, reply.strip(), thinking.strip(), tuple(action.calls)))
     return seen

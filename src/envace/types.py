@@ -58,12 +58,14 @@ class ToolCall:
 class Action:
     """What ACT's text means: `calls` to run, or with no calls a final answer in `content`.
 
-    `error` is set when the text asks for a call that cannot be read; `calls` is then empty.
+    error: set when the text asks for a call that cannot be read; `calls` is then empty.
+    thinking: what the think blocks hold, in order.
     """
 
     content: str
     calls: list[ToolCall]
     error: str | None = None
+    thinking: str = ""
 
 
 @dataclass(frozen=True)
@@ -233,10 +235,18 @@ class Completion:
 
 
 Result = TypeVar("Result")
-# A coroutine that asks for completions; whoever drives it decides how they are batched. It may also yield a Future, to
-# go on when that is done.
-Steps = Generator[list[Request] | Future, list[Completion] | None, Result]
+# A coroutine that asks for completions; whoever drives it decides how they are batched. In an episode that `gather`
+# drives it may also wait for a service.
+Steps = Generator["list[Request] | Wait", list[Completion] | None, Result]
 Generate = Callable[[list[Request]], list[Completion]]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Go on when `future` is done. is_last: nothing will be generated after that."""
+
+    future: Future
+    is_last: bool
 
 
 class UserError(RuntimeError):
