@@ -92,7 +92,7 @@ def gradients(base, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Policy, "prepare_training", prepare_and_move)
     monkeypatch.setattr(Policy, "step", capture)
-    monkeypatch.setattr(train_rl, "evaluate_held_out", lambda *_: {})
+    monkeypatch.setattr(train_rl, "evaluate_held_out", lambda *_: ({}, None))
     monkeypatch.setitem(rewards.REWARDS, "goal", lambda trajectory: (trajectory.task.goal, {}))
 
     def run(variant, *overrides):
