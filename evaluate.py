@@ -20,21 +20,21 @@ from envace.config import Config, SamplingConfig
 from envace.data import ExecutableSource, Source, open_source, tasks_within
 from envace.evaluation import assign_rewards, evaluate_team, success, success_by_rounds, success_by_task, unfold
 from envace.metrics import bootstrap_ci
-from envace.referee import Referee
+from envace.services import Services
 from envace.team import Team, evaluation_team
 from envace.tracking import Tracker, run, without_nan
 from envace.types import Task, Trajectory, UserError
 
 
 def main(config: Config) -> dict[str, Any]:
-    with Referee(config) as referee:
+    with Services(config) as services:
         team = evaluation_team(config)
         policy = team.lead
         source = open_source(config)
         with Tracker(
             config.run_dir, config, name="evaluation", total_steps=1, decode=policy.decode, enabled=policy.is_main
         ) as tracker:
-            results = evaluate(team, config, source, referee, tracker)
+            results = evaluate(team, config, source, services, tracker)
             tracker.log(0, {f"eval/{key}": value for key, value in results.items() if isinstance(value, float)})
     if policy.is_main:
         path = Path(config.run_dir) / "evaluation.json"
@@ -42,7 +42,7 @@ def main(config: Config) -> dict[str, Any]:
     return results
 
 
-def evaluate(team: Team, config: Config, source: Source, referee: Referee, tracker: Tracker) -> dict[str, Any]:
+def evaluate(team: Team, config: Config, source: Source, services: Services, tracker: Tracker) -> dict[str, Any]:
     policy = team.lead
     tasks = tasks_within(source.eval_tasks(), policy.chat, config.data.max_prompt_tokens)[: config.eval.tasks or None]
     if not tasks:
@@ -50,12 +50,12 @@ def evaluate(team: Team, config: Config, source: Source, referee: Referee, track
     samples = config.eval.samples
     is_executable = isinstance(source, ExecutableSource)
     with tracker.progress(len(tasks) * (2 * samples + 1 if is_executable else samples), "evaluate") as bar:
-        metrics, unfolded = evaluate_team(team, tasks, config, source, referee, on_done=bar.update)
+        metrics, unfolded = evaluate_team(team, tasks, config, source, services, on_done=bar.update)
         if is_executable:
-            unfolded["greedy"] = greedy_runs(team, tasks, config, source, referee, on_done=bar.update)
+            unfolded["greedy"] = greedy_runs(team, tasks, config, source, services, on_done=bar.update)
     for name, trajectories in unfolded.items():
         tracker.trajectories(0, f"eval-{name}", trajectories)
-    judged = referee.end_step(policy.sum_over_ranks)
+    judged = services.end_step(policy.sum_over_ranks)
     # What is not called rehearsed is about real runs, where there are any.
     runs = unfolded["real" if is_executable else "rehearsed"]
     by_task = success_by_task(runs, samples)
@@ -98,7 +98,7 @@ def greedy_runs(
     tasks: list[Task],
     config: Config,
     source: Source,
-    referee: Referee,
+    services: Services,
     on_done: Callable[[int], object],
 ) -> list[Trajectory]:
     """One run of each task in the real environment, without sampling."""
@@ -107,7 +107,7 @@ def greedy_runs(
         tasks,
         config,
         source,
-        referee,
+        services,
         environment="real",
         purpose="evaluation",
         sampling=SamplingConfig(temperature=0.0),

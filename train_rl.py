@@ -31,7 +31,7 @@ from envace.losses import policy_loss
 from envace.memory import describe
 from envace.metrics import advantage_metrics, rollout_metrics
 from envace.policy import check_output, learning_rate
-from envace.referee import Referee
+from envace.services import Services
 from envace.team import Player, Team, training_team
 from envace.tracking import Tracker, logger, run
 from envace.types import Batch, Interruption, Task, Trajectory, UserError
@@ -48,12 +48,12 @@ def main(config: Config) -> Path:
     for folder in (output, output.with_name("exports")):
         check_output(folder, config.model.path)
     check_exports(config)
-    with Referee(config) as referee:
-        train(config, referee, output)
+    with Services(config) as services:
+        train(config, services, output)
     return output
 
 
-def train(config: Config, referee: Referee, output: Path) -> None:
+def train(config: Config, services: Services, output: Path) -> None:
     team = training_team(config)
     policy = team.lead
     if policy.is_sharded:
@@ -91,7 +91,7 @@ def train(config: Config, referee: Referee, output: Path) -> None:
                 tasks,
                 config,
                 source,
-                referee,
+                services,
                 environment=config.rollout.environment,
                 purpose="training",
                 sampling=config.sampling,
@@ -99,7 +99,7 @@ def train(config: Config, referee: Referee, output: Path) -> None:
             )
             assign_rewards(trajectories, config.reward.name, config.rl.keep)
             trajectories = policy.gather(trajectories)
-            judged = referee.end_step(policy.sum_over_ranks)
+            judged = services.end_step(policy.sum_over_ranks)
             sampled_tokens = policy.sum_over_ranks(sampled_tokens)
             rolled_out = time.perf_counter()
 
@@ -130,7 +130,7 @@ def train(config: Config, referee: Referee, output: Path) -> None:
             tracker.trajectories(step, "train", trajectories)
             lost = None
             if held_out and is_due(step, config):
-                evaluated, lost = evaluate_held_out(team, held_out, config, source, referee, step, tracker)
+                evaluated, lost = evaluate_held_out(team, held_out, config, source, services, step, tracker)
                 metrics |= evaluated | watch.evaluated(evaluated)
             metrics |= {f"env_calls/{p}": policy.sum_over_ranks(source.counter.calls[p]) for p in PURPOSES}
             tracker.log(step, metrics)
@@ -238,7 +238,7 @@ def evaluate_held_out(
     tasks: list[Task],
     config: Config,
     source: Source,
-    referee: Referee,
+    services: Services,
     step: int,
     tracker: Tracker,
 ) -> tuple[dict[str, float], Interruption | None]:
@@ -249,10 +249,10 @@ def evaluate_held_out(
     started = time.perf_counter()
     policy = team.lead
     with policy.own_randomness():
-        metrics, trajectories = evaluate_team(team, tasks, config, source, referee)
+        metrics, trajectories = evaluate_team(team, tasks, config, source, services)
     lost = None
     try:
-        metrics |= {f"eval/{name}": value for name, value in referee.end_step(policy.sum_over_ranks).items()}
+        metrics |= {f"eval/{name}": value for name, value in services.end_step(policy.sum_over_ranks).items()}
     except Interruption as interruption:
         lost = interruption
         logger.error("the evaluation after step %d is incomplete: resume, then make it up with evaluate.py", step + 1)

@@ -21,8 +21,8 @@ from envace.doctor import (
     check_deepspeed,
     check_disk,
     check_end_of_turn,
+    check_endpoints,
     check_gpus,
-    check_judge,
     check_memory,
     check_model,
     check_padding,
@@ -305,27 +305,29 @@ class TestJudge:
 
     def test_a_model_that_is_listed(self):
         with self.serving(listing("other", "judge")) as server:
-            check = check_judge(self.config(server))
+            check = check_endpoints("judge", self.config(server).judge)
         assert check.ok and check.detail == f"judge is listed at {server.url}"
         assert [request.authorization for request in server.log] == [f"Bearer {KEY}"]
 
     def test_another_model(self):
         with self.serving(listing("a", "b")) as server:
-            check = check_judge(self.config(server))
+            check = check_endpoints("judge", self.config(server).judge)
         assert fails(check, f"{server.url} lists a, b, not judge.model=judge")
         with self.serving(listing(*"abcdefgh")) as server:
-            assert fails(check_judge(self.config(server)), "lists a, b, c, d, e and 3 more, not")
+            assert fails(check_endpoints("judge", self.config(server).judge), "lists a, b, c, d, e and 3 more, not")
         with self.serving(listing()) as server:
-            assert fails(check_judge(self.config(server)), "lists no model, not judge.model=judge")
+            assert fails(check_endpoints("judge", self.config(server).judge), "lists no model, not judge.model=judge")
 
     def test_an_endpoint_that_is_not_there(self):
         server = self.stopped()
-        assert fails(check_judge(self.config(server)), f"{server.url}: ", "onnect", "start it")
+        assert fails(check_endpoints("judge", self.config(server).judge), f"{server.url}: ", "onnect", "start it")
 
     def test_an_endpoint_that_does_not_answer(self, monkeypatch):
         monkeypatch.setattr(endpoints, "PROBE_SECONDS", 0.3)
         with self.serving(Reply(delay=1.0)) as server:
-            assert fails(check_judge(self.config(server)), f"{server.url}: no reply within 0.3 seconds")
+            assert fails(
+                check_endpoints("judge", self.config(server).judge), f"{server.url}: no reply within 0.3 seconds"
+            )
 
     @pytest.mark.parametrize(
         ("reply", "message"),
@@ -341,19 +343,26 @@ class TestJudge:
     )
     def test_an_endpoint_that_gives_no_list(self, reply, message):
         with self.serving(reply) as server:
-            check = check_judge(self.config(server))
+            check = check_endpoints("judge", self.config(server).judge)
         assert fails(check, server.url, message)
         assert KEY not in check.detail
 
     def test_one_of_two_endpoints_is_down(self):
         down = self.stopped()
         with self.serving(listing("judge")) as server:
-            check = check_judge(self.config(down, server))
+            check = check_endpoints("judge", self.config(down, server).judge)
         assert fails(check, f"{down.url}: ", "start it", f"judge is listed at {server.url}")
 
     def test_a_key_that_is_not_there(self):
-        check = check_judge(self.config(self.stopped(), key="NO_SUCH_VARIABLE"))
+        check = check_endpoints("judge", self.config(self.stopped(), key="NO_SUCH_VARIABLE").judge)
         assert fails(check, "judge.key_env must NAME an environment variable")
+
+    def test_a_simulator_is_checked_like_a_judge(self, monkeypatch):
+        monkeypatch.setattr(doctor, "check_data", lambda config: Check("data", True, ""))
+        with self.serving(listing("world")) as server:
+            section = [f"simulator_endpoint.endpoints=[{server.url}]", "simulator_endpoint.model=world"]
+            *_, check = checks(settings(*section), LAPTOP, Model())
+        assert check == Check("simulator_endpoint", True, f"world is listed at {server.url}")
 
     def test_only_checklists_need_a_judge(self, monkeypatch):
         monkeypatch.setattr(doctor, "check_data", lambda config: Check("data", True, ""))

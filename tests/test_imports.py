@@ -19,7 +19,7 @@ LAYERS = [
     {"chat", "schemas", "filters", "environments", "scoring", "checkpoints", "memory"} | {"outage", "endpoints"},
     {"episodes", "demonstrations"},
     {"rehearsal", "generation", "demo", "cm2"},
-    {"policy", "data", "verdicts", "tracking", "report", "judge", "referee", "team", "benchmarks"},
+    {"policy", "data", "verdicts", "tracking", "report", "judge", "simulator", "services", "team", "benchmarks"},
     {"evaluation", "doctor", "launch", "merge", "ablations", "dynamics"},
     {"entry point"},
 ]

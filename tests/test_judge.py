@@ -18,7 +18,7 @@ from envace.checklist import REPLY, Item, Message, Question
 from envace.config import EndpointConfig
 from envace.judge import Judge
 from envace.outage import EndpointError, EndpointOutage, Outage
-from envace.referee import seen_messages
+from envace.services import seen_messages
 from envace.types import ToolCall, UserError
 from envace.verdicts import VerdictCache, read_verdict
 

@@ -25,7 +25,7 @@ from envace.evaluation import assign_rewards, unfold
 from envace.filters import consistent
 from envace.metrics import rollout_metrics
 from envace.policy import Policy
-from envace.referee import Referee
+from envace.services import Services
 from envace.team import evaluation_team
 from envace.types import Evidence, Exchange, Role, Segment, Sequence, Status, Task, ToolCall, Trajectory
 
@@ -246,7 +246,9 @@ def unfolded(config, *, environment, tasks=4, temperature=0.0):
     team, source = evaluation_team(config), open_source(config)
     options = {"environment": environment, "purpose": "training", "samples": 2}
     sampling = SamplingConfig(temperature)
-    found, _ = unfold(team, source.train_tasks()[:tasks], config, source, Referee(config), sampling=sampling, **options)
+    found, _ = unfold(
+        team, source.train_tasks()[:tasks], config, source, Services(config), sampling=sampling, **options
+    )
     return found, team, source
 
 

@@ -30,7 +30,7 @@ from envace.demo.tasks import make_task
 from envace.dynamics import __main__ as dynamics
 from envace.evaluation import unfold
 from envace.policy import Diverged, Policy, SaveError
-from envace.referee import Referee
+from envace.services import Services
 from envace.team import Team
 from envace.types import Role, ServiceFault, UserError
 
@@ -394,7 +394,7 @@ def test_one_unknown_reward_is_neither_a_failure_nor_a_part_of_the_baseline(warm
     policy, source = Policy(config.model, seed=1), OneTask(config)
     options = {"environment": "rehearsed", "purpose": "training", "sampling": config.sampling, "samples": 4}
     writers = {role: policy for role in (Role.ACT, Role.REHEARSE)}
-    trajectories, _ = unfold(Team(writers, [], {}), [OneTask.task], config, source, Referee(config), **options)
+    trajectories, _ = unfold(Team(writers, [], {}), [OneTask.task], config, source, Services(config), **options)
     for trajectory, reward in zip(trajectories, (1.0, None, 0.0, 1.0), strict=True):
         trajectory.sequences[0].segments = trajectory.sequences[0].segments[:2]
         trajectory.sequences[1:] = []

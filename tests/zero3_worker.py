@@ -25,7 +25,7 @@ from envace.data import Sampler
 from envace.losses import policy_loss, sft_loss
 from envace.outage import EndpointOutage
 from envace.policy import Diverged, Policy
-from envace.referee import Referee
+from envace.services import Services
 from envace.types import Evidence, Request, Role, Segment, Sequence
 
 ROOT = Path(__file__).parents[1]
@@ -235,7 +235,7 @@ def idle_rank(folder):
     return {"gradients": {name: safe_get_full_grad(p).clone() for name, p in trained(policy).items()}}
 
 
-class LosesItsJudge(Referee):
+class LosesItsJudge(Services):
     """One rank loses the judge in the third step; all ranks hear of it as they do from a real one."""
 
     steps = 0
@@ -247,7 +247,7 @@ class LosesItsJudge(Referee):
         return {}
 
 
-def train(folder, stage, run_dir, *, stop_at=None, resume=False, referee=Referee):
+def train(folder, stage, run_dir, *, stop_at=None, resume=False, services=Services):
     """One stage by its entry point, 5 steps of an epoch of 4. `stop_at`: one rank gets SIGTERM in that step."""
     _reset()
     sampler_next, drawn = Sampler.next, []
@@ -274,7 +274,7 @@ def train(folder, stage, run_dir, *, stop_at=None, resume=False, referee=Referee
     # An untrained model earns nothing, and without rewards that differ there would be no policy gradient.
     assign_rewards, train_rl.assign_rewards = train_rl.assign_rewards, reward
     Sampler.next = interrupted
-    train_rl.Referee = referee
+    train_rl.Services = services
     try:
         {"sft": train_sft, "rl": train_rl}[stage].main(load_config(str(ROOT / "configs" / "demo.yaml"), settings))
         return {"exit": None}
@@ -283,7 +283,7 @@ def train(folder, stage, run_dir, *, stop_at=None, resume=False, referee=Referee
     except EndpointOutage as outage:
         return {"exit": str(outage)}
     finally:
-        train_rl.Referee = Referee
+        train_rl.Services = Services
         Sampler.next, train_rl.assign_rewards = sampler_next, assign_rewards
 
 
@@ -326,7 +326,7 @@ SCENARIOS = {
             ("resumed-4", "at-4", {"resume": True}),
         ]
     },
-    "rl-judge-gone": lambda folder: train(folder, "rl", "rl-without-judge", referee=LosesItsJudge),
+    "rl-judge-gone": lambda folder: train(folder, "rl", "rl-without-judge", services=LosesItsJudge),
     "rl-judge-back": lambda folder: train(folder, "rl", "rl-without-judge", resume=True),
 }
 

@@ -199,6 +199,7 @@ class Config:
     judge: EndpointConfig = field(default_factory=EndpointConfig)  # who judges checklists
     rollout: RolloutConfig = field(default_factory=RolloutConfig)  # how episodes unfold
     simulator: SimulatorConfig = field(default_factory=SimulatorConfig)  # a frozen model as the environment
+    simulator_endpoint: EndpointConfig = field(default_factory=EndpointConfig)  # or one behind an endpoint
     rehearse: RehearseConfig = field(default_factory=RehearseConfig)  # what answers a call besides the policy
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # how training samples
     sft: SFTConfig = field(default_factory=SFTConfig)  # supervised warm-up
@@ -297,8 +298,18 @@ COMBINATIONS: list[tuple[str, Callable[[Config], bool], str]] = [  # a key, what
     ),
     (
         "simulator.path",
-        lambda c: c.simulator.path or not _answered_by(c, "simulated"),
-        "rollout.environment=simulated needs a frozen model: name its folder, such as that of the SFT",
+        lambda c: not _answered_by(c, "simulated") or bool(c.simulator.path) != bool(c.simulator_endpoint.endpoints),
+        "rollout.environment=simulated needs one model: name its folder here, or set simulator_endpoint.endpoints",
+    ),
+    (
+        "simulator_endpoint.model",
+        lambda c: c.simulator_endpoint.model or not c.simulator_endpoint.endpoints,
+        "must be the name that the endpoints know",
+    ),
+    (
+        "simulator_endpoint.cache",
+        lambda c: not c.simulator_endpoint.cache,
+        "rollouts of one prompt shall differ, so responses are not kept: leave it empty",
     ),
     (
         "simulator.path",

@@ -21,7 +21,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from envace.chat import TOOL_TOKENS, TURN_TOKENS, ChatFormat, TokenizerError
-from envace.config import Config, ModelConfig
+from envace.config import Config, EndpointConfig, ModelConfig
 from envace.data import open_source
 from envace.endpoints import probe
 from envace.memory import (
@@ -113,7 +113,9 @@ def checks(config: Config, machine: Machine, model: Model) -> Iterator[Check]:
             yield check_memory(config, machine, model.shape, stage)
     yield check_data(config)
     if config.reward.name == "checklist":
-        yield check_judge(config)
+        yield check_endpoints("judge", config.judge)
+    if config.simulator_endpoint.endpoints:
+        yield check_endpoints("simulator_endpoint", config.simulator_endpoint)
 
 
 def check_gpus(config: Config, machine: Machine) -> Check:
@@ -247,23 +249,23 @@ def check_data(config: Config) -> Check:
     return Check("data", True, f"{name}: {counts[0]} demonstrations, {counts[1]} tasks, {counts[2]} held-out tasks")
 
 
-def check_judge(config: Config) -> Check:
+def check_endpoints(section: str, config: EndpointConfig) -> Check:
     """Every endpoint can be reached, takes the key and lists the model. No question is asked."""
-    model = config.judge.model
+    model = config.model
     try:
-        found = probe(config.judge, "judge")
+        found = probe(config, section)
     except EndpointError as error:
-        return Check("judge", False, str(error))
+        return Check(section, False, str(error))
     problems, useful = [], []
     for url, models in found.items():
         if isinstance(models, EndpointError):
-            problems.append(str(models).removeprefix("judge: "))
+            problems.append(str(models).removeprefix(f"{section}: "))
         elif model not in models:
-            problems.append(f"{url} lists {_some(models)}, not judge.model={model}: correct it, or serve it there")
+            problems.append(f"{url} lists {_some(models)}, not {section}.model={model}: correct it, or serve it there")
         else:
             useful.append(url)
     summary = [f"{model} is listed at {', '.join(useful)}"] if useful else []
-    return Check("judge", not problems, "; ".join(problems + summary))
+    return Check(section, not problems, "; ".join(problems + summary))
 
 
 def _some(names: list[str]) -> str:

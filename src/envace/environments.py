@@ -3,6 +3,7 @@
 | class       | who answers                                | trained | evidence  |
 | Rehearsed   | the policy itself, in the role REHEARSE    | yes     | rehearsed |
 | Simulated   | a frozen model in its place                | no      | simulated |
+| Remote      | a model behind an endpoint                 | no      | simulated |
 | Constant    | always the same response (a control)       | no      | simulated |
 | Real        | an executable environment                  | no      | observed  |
 
@@ -17,6 +18,8 @@ returns what it means. In view `shared` REHEARSE writes in the very slot where a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol
@@ -38,6 +41,8 @@ from envace.types import (
     Steps,
     ToolCall,
     Trajectory,
+    UserError,
+    Wait,
     content_hash,
 )
 
@@ -108,6 +113,33 @@ class Simulated(Rehearsed):
         if observation.error or wrote_too_long:
             raise ServiceFault(f"simulator: {observation.error or 'the response does not end'}")
         return observation
+
+
+class Remote:
+    """A model behind an endpoint plays the environment, in a chat of its own per call; what it writes is context.
+
+    ask: a chat -> a Future of the response in it. None, as no readable one came, leaves the reward unknown.
+    """
+
+    answers_malformed_calls = False
+
+    def __init__(self, ask: Callable[[list[dict[str, Any]]], Future[str | None]], model: str):
+        self.ask = ask
+        self.model = model
+
+    def respond(self, trajectory: Trajectory, call: ToolCall, chat: ChatFormat, limits: Limits) -> Steps[Observation]:
+        messages = rehearse_messages(trajectory.task.tools, trajectory.messages, call)
+        pending = self.ask(messages)
+        yield Wait(pending, is_last=False)
+        try:
+            text = pending.result()
+        except UserError as error:
+            raise ServiceFault(str(error)) from error
+        if text is None:
+            raise ServiceFault("simulator: no reply held a response")
+        provenance = {"model": self.model, "prompt_hash": content_hash(messages)}
+        feed_response(trajectory.sequences[0], text, Evidence.SIMULATED, chat, provenance=provenance)
+        return Observation(text, parse_observation(text).value, evidence=Evidence.SIMULATED)
 
 
 class Constant:

@@ -21,14 +21,14 @@ import torch
 
 from envace.config import Config, SamplingConfig
 from envace.data import ExecutableSource, Source
-from envace.environments import Constant, Environment, Real, Recorded, Rehearsed, SchemaCheck, Simulated
+from envace.environments import Constant, Environment, Real, Recorded, Rehearsed, Remote, SchemaCheck, Simulated
 from envace.episodes import rollout
 from envace.filters import FILTERS
 from envace.metrics import fidelity_shares, gap_growth, is_reward_hacking, rehearsal_fidelity
 from envace.policy import Policy
 from envace.prompts import not_recorded_error
-from envace.referee import Referee
 from envace.rewards import REWARDS
+from envace.services import Services
 from envace.team import Team
 from envace.types import FILTERED, Limits, Role, Status, Task, Trajectory
 
@@ -37,7 +37,7 @@ logger = logging.getLogger("envace")
 
 
 def environment_factory(
-    name: str, config: Config, source: Source, team: Team, purpose: str
+    name: str, config: Config, source: Source, team: Team, services: Services, purpose: str
 ) -> Callable[[Task], Environment]:
     """task -> a fresh environment for one episode. name: as in rollout.environment."""
 
@@ -47,10 +47,9 @@ def environment_factory(
         index = int(torch.multinomial(torch.tensor(list(shares.values())), 1))
         return factories[list(shares)[index]](task)
 
-    separate = config.rollout.view == "separate"
     factories = {
         "rehearsed": lambda task: rehearsed(config, team.writers[Role.REHEARSE].name),
-        "simulated": lambda task: Simulated(separate=separate, model=config.simulator.path),
+        "simulated": lambda task: simulated(config, services),
         "recorded": lambda task: Recorded(Constant(not_recorded_error())),
         "constant": lambda task: Constant(CONSTANT_RESPONSE),
         "real": lambda task: Real(source.executable(task, purpose)),
@@ -71,6 +70,13 @@ def rehearsed(config: Config, model: str) -> Environment:
     return SchemaCheck(environment) if config.rehearse.schema_check else environment
 
 
+def simulated(config: Config, services: Services) -> Environment:
+    """Another model as the world of one episode: behind an endpoint, or one that the team has loaded."""
+    if services.simulate is not None:
+        return Remote(services.simulate, config.simulator_endpoint.model)
+    return Simulated(separate=config.rollout.view == "separate", model=config.simulator.path)
+
+
 def limits_of(config: Config) -> Limits:
     r = config.rollout
     return Limits(r.max_rounds, r.max_parallel_calls, r.max_context_tokens, r.max_new_tokens)
@@ -81,7 +87,7 @@ def unfold(
     tasks: list[Task],
     config: Config,
     source: Source,
-    referee: Referee,
+    services: Services,
     *,
     environment: str,
     purpose: str,
@@ -93,7 +99,7 @@ def unfold(
 
     `Policy.gather` makes the whole of them: those of one task adjacent, in the order of `tasks`.
     """
-    factory = environment_factory(environment, config, source, team, purpose)
+    factory = environment_factory(environment, config, source, team, services, purpose)
     with team.generating(sampling) as generate:
         trajectories = rollout(
             tasks,
@@ -101,7 +107,7 @@ def unfold(
             factory,
             team.lead.chat,
             limits_of(config),
-            end_turn=referee.end_turn,
+            end_turn=services.end_turn,
             samples=samples,
             share=team.lead.share,
             batch_size=config.rollout.batch_size,
@@ -123,7 +129,7 @@ def evaluate_team(
     tasks: list[Task],
     config: Config,
     source: Source,
-    referee: Referee,
+    services: Services,
     *,
     on_done: Callable[[int], object] = lambda n: None,
 ) -> tuple[dict[str, float], dict[str, list[Trajectory]]]:
@@ -135,7 +141,7 @@ def evaluate_team(
             tasks,
             config,
             source,
-            referee,
+            services,
             environment=environment,
             purpose="evaluation",
             sampling=config.eval.sampling,

@@ -1,4 +1,4 @@
-"""What happens at the end of a user turn: a judge looks at the checklist, and its verdicts decide whether to go on."""
+"""What an episode asks others for: a judge at the end of a user turn, a simulator for the response to a call."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from envace.chat import THINK_CLOSE, THINK_OPEN, parse_action
 from envace.checklist import Message, asked, filled, goes_on, turn_questions
 from envace.config import Config
 from envace.judge import Judge
+from envace.simulator import Simulator
 from envace.types import ServiceFault, Steps, Trajectory, UserError, Wait
 
 CHECKLIST = "checklist"  # the reward that needs a judge
 
 
-class Referee:
-    """Asks for the verdicts of each user turn, if the reward is made of them. A context manager: leaving it ends that.
+class Services:
+    """The services that the settings name, none by default. A context manager: leaving it ends them.
 
+    simulate: a chat -> a Future of the response in it, None if none could be read; without such a service None.
     Raises EndpointError for settings that cannot work.
     """
 
     def __init__(self, config: Config):
         self._judge = Judge(config.judge) if config.reward.name == CHECKLIST else None
+        self._simulator = Simulator(config.simulator_endpoint) if config.simulator_endpoint.endpoints else None
+        self.simulate = None if self._simulator is None else self._simulator.submit
 
     def end_turn(self, trajectory: Trajectory) -> Steps[bool]:
         """Whether the next user turn comes; the verdicts are added to the trajectory.
@@ -47,15 +51,21 @@ class Referee:
         return not is_last and goes_on(variants, turn, dependence=checklist.dependence) is True
 
     def end_step(self, total: Callable[[float], float] = float) -> dict[str, float]:
-        """The judge's metrics since the last call; see `Judge.end_step`. Raises EndpointOutage."""
-        return {} if self._judge is None else self._judge.end_step(total)
+        """Metrics of all services since the last call; see `ChatClient.end_step`. Raises EndpointOutage."""
+        metrics: dict[str, float] = {}
+        for service in self._open():
+            metrics |= service.end_step(total)
+        return metrics
 
-    def __enter__(self) -> Referee:
+    def _open(self) -> list[Judge | Simulator]:
+        return [service for service in (self._judge, self._simulator) if service is not None]
+
+    def __enter__(self) -> Services:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._judge is not None:
-            self._judge.close()
+        for service in self._open():
+            service.close()
 
 
 def seen_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:

@@ -10,7 +10,7 @@ import pytest
 from openai_server import OpenAIServer, Reply, error, verdict
 
 from envace import endpoints
-from envace import referee as referee_module
+from envace import services as referee_module
 from envace.advantages import group_advantages
 from envace.batching import output_table, rows_from_trajectories
 from envace.chat import ChatFormat
@@ -21,7 +21,7 @@ from envace.episodes import rollout
 from envace.evaluation import assign_rewards
 from envace.outage import EndpointError, EndpointOutage
 from envace.prompts import to_json, tool_call_block, unusable_call_error
-from envace.referee import Referee
+from envace.services import Services
 from envace.types import Limits, Status, Task, ToolCall, Trajectory
 
 LIMITS = Limits(max_rounds=6, max_parallel_calls=3, max_context_tokens=4000, max_new_tokens=120)
@@ -139,12 +139,12 @@ def players(scripted, chat):
 def roll_out(chat, players):
     """(trajectories with their rewards, `generate`) of tasks with one script for each sample."""
 
-    def run(referee, scripts, *, samples=1, limits=LIMITS, listen=None):
+    def run(services, scripts, *, samples=1, limits=LIMITS, listen=None):
         """scripts: [(task, [outputs of a sample, ...])]. listen: told who speaks next and whose streams are open."""
         generate = players({task.id: outputs for task, outputs in scripts}, listen)
         tasks = [task for task, _ in scripts]
         trajectories = rollout(
-            tasks, generate, lambda task: Rehearsed(), chat, limits, end_turn=referee.end_turn, samples=samples
+            tasks, generate, lambda task: Rehearsed(), chat, limits, end_turn=services.end_turn, samples=samples
         )
         assign_rewards(trajectories, "checklist")
         return trajectories, generate
@@ -155,8 +155,8 @@ def roll_out(chat, players):
 def run_one(roll_out, decide, one, *outputs, **settings):
     """(trajectory, what was asked) of a single episode."""
     limits = settings.pop("limits", LIMITS)
-    with OpenAIServer(by_question(decide)) as server, Referee(settings_for(server, **settings)) as referee:
-        [trajectory], _ = roll_out(referee, [(one, [list(outputs)])], limits=limits)
+    with OpenAIServer(by_question(decide)) as server, Services(settings_for(server, **settings)) as services:
+        [trajectory], _ = roll_out(services, [(one, [list(outputs)])], limits=limits)
         return trajectory, [asked_about(request.body) for request in server.log]
 
 
@@ -239,9 +239,9 @@ def test_rewards_and_questions_are_those_of_a_slow_loop_over_the_rules(roll_out)
     cases = [random_case(rng, f"case{i:02}") for i in range(36)]
     expected = [slow_oracle(task.goal, plays, hashed) for task, plays in cases]
     scripts = [(task, [[text for play in plays for text in play.outputs()]] * 2) for task, plays in cases]
-    with OpenAIServer(by_question(hashed)) as server, Referee(settings_for(server)) as referee:
-        trajectories, _ = roll_out(referee, scripts, samples=2)
-        metrics = referee.end_step()
+    with OpenAIServer(by_question(hashed)) as server, Services(settings_for(server)) as services:
+        trajectories, _ = roll_out(services, scripts, samples=2)
+        metrics = services.end_step()
     asked = sorted(asked_about(request.body) for request in server.log)
     contents = [request.body["messages"][1]["content"] for request in server.log]
     wanted = [question for _, questions, _ in expected for question in questions]
@@ -363,9 +363,9 @@ def test_a_trajectory_with_an_unknown_reward_is_in_neither_the_loss_nor_the_base
         reply = last_reply(body)
         return Reply("?") if reply == "unclear" else Reply(verdict(reply.startswith("yes")))
 
-    with OpenAIServer(script) as server, Referee(settings_for(server, retries=0)) as referee:
+    with OpenAIServer(script) as server, Services(settings_for(server, retries=0)) as services:
         scripts = [(task("t", [item("A")]), [[answer] for answer in answers])]
-        trajectories, _ = roll_out(referee, scripts, samples=4)
+        trajectories, _ = roll_out(services, scripts, samples=4)
     assert [t.reward for t in trajectories] == [1.0, None, 0.0, 1.0]
     rewards, groups, _, _ = output_table(trajectories)
     assert rewards.isnan().tolist() == [False, True, False, False]
@@ -398,8 +398,8 @@ def test_generation_goes_on_while_a_verdict_is_pending(roll_out):
 
     waits, acts = task("waits", [item("first")], [item("second")]), task("acts", [item("third")])
     scripts = [(waits, [["hi", "bye"]]), (acts, [Play((("ok",), ("ok",))).outputs()])]
-    with OpenAIServer(script) as server, Referee(settings_for(server)) as referee:
-        trajectories, generate = roll_out(referee, scripts, listen=listen)
+    with OpenAIServer(script) as server, Services(settings_for(server)) as services:
+        trajectories, generate = roll_out(services, scripts, listen=listen)
     assert in_time == [True]
     assert [t.reward for t in trajectories] == [1.0, 1.0]
     both = ["waits", "acts"]
@@ -422,8 +422,8 @@ def test_nobody_waits_for_the_last_verdict_of_another_episode(roll_out):
 
     ends, acts = task("ends", [item("last")]), task("acts", [item("other")])
     scripts = [(ends, [["hi"]]), (acts, [Play((("ok",), ("ok",))).outputs()])]
-    with OpenAIServer(script) as server, Referee(settings_for(server)) as referee:
-        trajectories, generate = roll_out(referee, scripts, listen=listen)
+    with OpenAIServer(script) as server, Services(settings_for(server)) as services:
+        trajectories, generate = roll_out(services, scripts, listen=listen)
     assert in_time == [True]
     assert [t.reward for t in trajectories] == [1.0, 1.0]
     assert generate.batches == [["ends", "acts"], *[["acts"]] * 4]
@@ -432,8 +432,8 @@ def test_nobody_waits_for_the_last_verdict_of_another_episode(roll_out):
 
 def test_episodes_that_all_wait_ask_for_nothing_in_between(roll_out):
     scripts = [(task(name, [item(f"{name}1")], [item(f"{name}2")]), [["hi", "bye"]]) for name in ("a", "b")]
-    with OpenAIServer(by_question(hashed)) as server, Referee(settings_for(server)) as referee:
-        _, generate = roll_out(referee, scripts)
+    with OpenAIServer(by_question(hashed)) as server, Services(settings_for(server)) as services:
+        _, generate = roll_out(services, scripts)
     assert generate.batches == [["a", "b"], ["a", "b"]] and generate.unused() == 0
 
 
@@ -447,8 +447,8 @@ def test_what_is_generated_together_does_not_depend_on_the_speed_of_the_judge(ro
         def script(number, body):
             return replace(by_question(hashed)(number, body), delay=delay())
 
-        with OpenAIServer(script) as server, Referee(settings_for(server)) as referee:
-            trajectories, generate = roll_out(referee, scripts)
+        with OpenAIServer(script) as server, Services(settings_for(server)) as services:
+            trajectories, generate = roll_out(services, scripts)
         return generate.batches, [t.reward for t in trajectories], [t.sequences[0].ids for t in trajectories]
 
     slow = random.Random(0)
@@ -472,31 +472,31 @@ def gone(question):
 def test_an_outage_in_the_rollout_makes_faults_and_stops_the_step_at_its_end(roll_out):
     one, two = task("one", [item("A")]), task("two", [item("A")], [item("B")])
     settings = {"retries": 0, "max_outage_minutes": 0.0}
-    with OpenAIServer(gone(item("B").question)) as server, Referee(settings_for(server, **settings)) as referee:
-        trajectories, generate = roll_out(referee, [(one, [["hi"]]), (two, [["hi", "bye"]])])
+    with OpenAIServer(gone(item("B").question)) as server, Services(settings_for(server, **settings)) as services:
+        trajectories, generate = roll_out(services, [(one, [["hi"]]), (two, [["hi", "bye"]])])
         assert [t.status for t in trajectories] == [Status.FINISHED, Status.FAULT]
         assert [t.reward for t in trajectories] == [1.0, None]
         assert "down for 0 minutes" in trajectories[1].reason and trajectories[1].reward_parts == {}
         assert not any(sequence.open for t in trajectories for sequence in t.sequences)
         with pytest.raises(EndpointOutage, match="down for 0 minutes"):
-            referee.end_step()
-        assert referee.end_step()["judge/asked"] == 0
+            services.end_step()
+        assert services.end_step()["judge/asked"] == 0
 
 
 def test_a_refused_key_stops_the_step_in_the_same_way(roll_out):
-    with OpenAIServer(lambda *_: error(401)) as server, Referee(settings_for(server)) as referee:
-        [trajectory], _ = roll_out(referee, [(task("t", [item("A")]), [["hi"]])])
+    with OpenAIServer(lambda *_: error(401)) as server, Services(settings_for(server)) as services:
+        [trajectory], _ = roll_out(services, [(task("t", [item("A")]), [["hi"]])])
         assert trajectory.status is Status.FAULT and trajectory.reward is None
         with pytest.raises(EndpointOutage, match="HTTP 401"):
-            referee.end_step()
+            services.end_step()
 
 
 def test_too_many_unknown_verdicts_stop_the_step(roll_out):
-    with OpenAIServer(by_question(lambda *_: None)) as server, Referee(settings_for(server, retries=0)) as referee:
-        [trajectory], _ = roll_out(referee, [(task("t", [item("A")]), [["hi"]])])
+    with OpenAIServer(by_question(lambda *_: None)) as server, Services(settings_for(server, retries=0)) as services:
+        [trajectory], _ = roll_out(services, [(task("t", [item("A")]), [["hi"]])])
         assert trajectory.status is Status.FINISHED and trajectory.reward is None
         with pytest.raises(EndpointOutage, match="1 of 1 questions"):
-            referee.end_step()
+            services.end_step()
 
 
 class Ranks:
@@ -540,8 +540,8 @@ def test_ranks_stop_together_when_the_judge_of_one_is_gone(roll_out):
     with (
         OpenAIServer(gone("nothing")) as up,
         OpenAIServer(gone(item("A").question)) as down,
-        Referee(settings_for(up, **settings)) as fine,
-        Referee(settings_for(down, **settings)) as broken,
+        Services(settings_for(up, **settings)) as fine,
+        Services(settings_for(down, **settings)) as broken,
     ):
         [good], _ = roll_out(fine, asks)
         [bad], _ = roll_out(broken, asks)
@@ -559,8 +559,8 @@ def test_ranks_count_unknown_verdicts_together(roll_out):
     with (
         OpenAIServer(by_question(lambda question, _: None if "A" in question else True)) as doubtful,
         OpenAIServer(by_question(lambda *_: True)) as sure,
-        Referee(settings_for(doubtful, retries=0, max_unknown_share=0.2)) as one,
-        Referee(settings_for(sure, retries=0, max_unknown_share=0.2)) as other,
+        Services(settings_for(doubtful, retries=0, max_unknown_share=0.2)) as one,
+        Services(settings_for(sure, retries=0, max_unknown_share=0.2)) as other,
     ):
         roll_out(one, asks)
         roll_out(other, asks)
@@ -580,21 +580,21 @@ def judge_threads():
 @pytest.mark.parametrize("reward", ["goal", "gold_calls", "answer_facts"])
 def test_without_checklists_no_judge_is_opened(reward, monkeypatch, chat, players):
     monkeypatch.setattr(referee_module, "Judge", None)
-    with OpenAIServer(by_question(hashed)) as server, Referee(settings_for(server, reward=reward)) as referee:
+    with OpenAIServer(by_question(hashed)) as server, Services(settings_for(server, reward=reward)) as services:
         one = task("t", [item("A", required=True)], [item("B")])
         generate = players({"t": [["hi", "bye"]]})
-        [trajectory] = rollout([one], generate, lambda _: Rehearsed(), chat, LIMITS, end_turn=referee.end_turn)
+        [trajectory] = rollout([one], generate, lambda _: Rehearsed(), chat, LIMITS, end_turn=services.end_turn)
         assert trajectory.answers == ["hi", "bye"] and trajectory.verdicts == []
-        assert referee.end_step() == {}
+        assert services.end_step() == {}
     assert server.log == []
 
 
 def test_leaving_a_referee_ends_its_judge(roll_out):
     before = judge_threads()
     with OpenAIServer(by_question(hashed)) as server:
-        with Referee(settings_for(server)) as referee:
+        with Services(settings_for(server)) as services:
             assert len(judge_threads()) == len(before) + 1
-            roll_out(referee, [(task("t", [item("A")]), [["hi"]])])
+            roll_out(services, [(task("t", [item("A")]), [["hi"]])])
         assert judge_threads() == before
 
 
@@ -603,16 +603,16 @@ def test_a_judge_that_cannot_work_is_told_before_anything_is_done(name, value):
     config, before = settings_for(endpoints=["http://127.0.0.1:9/v1"]), judge_threads()
     setattr(config.judge, name, value)
     with pytest.raises(EndpointError, match=f"judge.{name}"):
-        Referee(config)
+        Services(config)
     assert judge_threads() == before
 
 
 def test_each_turn_waits_once_and_says_whether_it_is_the_last(roll_out):
-    with OpenAIServer(by_question(lambda *_: True)) as server, Referee(settings_for(server)) as referee:
+    with OpenAIServer(by_question(lambda *_: True)) as server, Services(settings_for(server)) as services:
         trajectory = Trajectory(task("t", [item("A")], [item("B")]), "g")
         for is_last in (False, True):
             trajectory.messages += [{"role": "user", "content": "q"}, {"role": "assistant", "content": "hi"}]
-            before, steps = list(trajectory.verdicts), referee.end_turn(trajectory)
+            before, steps = list(trajectory.verdicts), services.end_turn(trajectory)
             wait = next(steps)
             assert wait.is_last == is_last
             assert wait.future.result(PATIENCE) == [True] and trajectory.verdicts == before
