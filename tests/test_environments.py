@@ -19,6 +19,7 @@ from envace.evaluation import environment_factory, rehearsed
 from envace.metrics import rehearsal_fidelity
 from envace.prompts import execution_result, to_json, tool_call_block
 from envace.rewards import REWARDS
+from envace.team import Team
 from envace.types import (
     Completion,
     Evidence,
@@ -337,13 +338,11 @@ def test_grounding_is_what_the_settings_say(grounding):
 
 
 def test_each_episode_has_an_environment_of_its_own():
-    class Source:
-        pass
-
     class Policy:
         name = "m"
 
-    factory = environment_factory("rehearsed", config("shared", reuse_recorded=True), Source(), Policy(), "training")
+    team, settings = Team({Role.REHEARSE: Policy()}, [], {}), config("shared", reuse_recorded=True)
+    factory = environment_factory("rehearsed", settings, None, team, None, "training")
     one, other = factory(task([])), factory(task([]))
     assert one is not other and one.inner is not other.inner
 
