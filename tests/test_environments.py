@@ -34,6 +34,8 @@ from envace.types import (
     content_hash,
 )
 
+pytestmark = pytest.mark.slow  # all together, though each alone is quick
+
 RECORDS, _ = load_rl(Path(__file__).parent / "data" / "cm2_rl.json")
 LIMITS = Limits(max_rounds=30, max_parallel_calls=20, max_context_tokens=99999, max_new_tokens=9999)
 PARAMETERS = {

@@ -10,7 +10,7 @@ import pytest
 from openai_server import OpenAIServer, Reply, error, verdict
 
 from envace import endpoints
-from envace import services as referee_module
+from envace import services as services_module
 from envace.advantages import group_advantages
 from envace.batching import output_table, rows_from_trajectories
 from envace.chat import ChatFormat
@@ -23,6 +23,8 @@ from envace.outage import EndpointError, EndpointOutage
 from envace.prompts import to_json, tool_call_block, unusable_call_error
 from envace.services import Services
 from envace.types import Limits, Status, Task, ToolCall, Trajectory
+
+pytestmark = pytest.mark.slow  # all together, though each alone is quick
 
 LIMITS = Limits(max_rounds=6, max_parallel_calls=3, max_context_tokens=4000, max_new_tokens=120)
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -579,7 +581,7 @@ def judge_threads():
 
 @pytest.mark.parametrize("reward", ["goal", "gold_calls", "answer_facts"])
 def test_without_checklists_no_judge_is_opened(reward, monkeypatch, chat, players):
-    monkeypatch.setattr(referee_module, "Judge", None)
+    monkeypatch.setattr(services_module, "Judge", None)
     with OpenAIServer(by_question(hashed)) as server, Services(settings_for(server, reward=reward)) as services:
         one = task("t", [item("A", required=True)], [item("B")])
         generate = players({"t": [["hi", "bye"]]})
@@ -589,7 +591,7 @@ def test_without_checklists_no_judge_is_opened(reward, monkeypatch, chat, player
     assert server.log == []
 
 
-def test_leaving_a_referee_ends_its_judge(roll_out):
+def test_leaving_services_ends_the_judge(roll_out):
     before = judge_threads()
     with OpenAIServer(by_question(hashed)) as server:
         with Services(settings_for(server)) as services:

@@ -29,6 +29,8 @@ from envace.services import Services
 from envace.team import evaluation_team
 from envace.types import Evidence, Exchange, Role, Segment, Sequence, Status, Task, ToolCall, Trajectory
 
+pytestmark = pytest.mark.slow  # all together, though each alone is quick
+
 ROOT = Path(__file__).parent.parent
 KL_COEF = 0.3
 # (group, reward, outputs as (role, length)); counts per role are ragged, so that every baseline is another one.
