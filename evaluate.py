@@ -55,7 +55,7 @@ def evaluate(team: Team, config: Config, source: Source, services: Services, tra
             unfolded["greedy"] = greedy_runs(team, tasks, config, source, services, on_done=bar.update)
     for name, trajectories in unfolded.items():
         tracker.trajectories(0, f"eval-{name}", trajectories)
-    judged = services.end_step(policy.sum_over_ranks)
+    service_metrics = services.end_step(policy.sum_over_ranks)
     # What is not called rehearsed is about real runs, where there are any.
     runs = unfolded["real" if is_executable else "rehearsed"]
     by_task = success_by_task(runs, samples)
@@ -68,7 +68,7 @@ def evaluate(team: Team, config: Config, source: Source, services: Services, tra
         "rehearsed_success": metrics["eval/rehearsed_success"],
         "rehearsed_reward": metrics["eval/rehearsed_reward"],
         **(real_results(metrics, unfolded, samples) if is_executable else {}),
-        **judged,
+        **service_metrics,
         "by_kind": by_kind(runs),
         "success_by_task": by_task,
     }

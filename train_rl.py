@@ -99,7 +99,7 @@ def train(config: Config, services: Services, output: Path) -> None:
             )
             assign_rewards(trajectories, config.reward.name, config.rl.keep)
             trajectories = policy.gather(trajectories)
-            judged = services.end_step(policy.sum_over_ranks)
+            service_metrics = services.end_step(policy.sum_over_ranks)
             sampled_tokens = policy.sum_over_ranks(sampled_tokens)
             rolled_out = time.perf_counter()
 
@@ -120,7 +120,7 @@ def train(config: Config, services: Services, output: Path) -> None:
                 **rollout_metrics(trajectories),
                 **advantage_metrics(advantages, role_ids),
                 **update_metrics,
-                **judged,
+                **service_metrics,
                 "rollout/sampled_tokens": sampled_tokens,
                 "time/rollout": rolled_out - started,
                 "time/update": updated - rolled_out,
