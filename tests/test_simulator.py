@@ -8,8 +8,8 @@ from envace import endpoints
 from envace.batching import rows_from_trajectories
 from envace.chat import ChatFormat
 from envace.config import ConfigError, load_config
-from envace.environments import Remote
-from envace.episodes import drive, episode, gather
+from envace.environments import Remote, Simulated
+from envace.episodes import drive, episode, gather, opening
 from envace.evaluation import simulated
 from envace.outage import EndpointError, EndpointOutage
 from envace.prompts import execution_result, rehearse_messages, tool_call_block
@@ -74,6 +74,15 @@ def test_a_response_is_context_in_the_place_of_a_rehearsed_one(chat, scripted, t
         [found], torch.ones(2), loss_aggregation="token_mean", role_weights={"act": 1.0, "rehearse": 1.0}
     )
     assert sum(row.weights) == sum(len(output.ids) for output in found.outputs())
+
+
+@pytest.mark.parametrize(("separate", "status"), [(True, Status.FAULT), (False, Status.TRUNCATED)])
+def test_a_cap_of_the_simulators_own_chat_is_no_fault_of_the_policy(chat, scripted, separate, status):
+    generate = scripted(chat, tool_call_block(LIMA))
+    prompt = len(chat.prompt(opening(TASK), TOOLS))
+    limits = Limits(max_rounds=9, max_parallel_calls=9, max_context_tokens=prompt + 1, max_new_tokens=999)
+    found = drive(episode(TASK, Simulated(separate=separate), chat, limits), generate)
+    assert (found.status, "context_tokens" in found.reason) == (status, True)
 
 
 def test_the_endpoint_gets_the_chat_of_view_separate(chat, scripted):

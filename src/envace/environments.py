@@ -109,9 +109,10 @@ class Simulated(Rehearsed):
 
     def respond(self, trajectory: Trajectory, call: ToolCall, chat: ChatFormat, limits: Limits) -> Steps[Observation]:
         observation = yield from super().respond(trajectory, call, chat, limits)
-        wrote_too_long = trajectory.status is Status.TRUNCATED and trajectory.reason == "new_tokens"
-        if observation.error or wrote_too_long:
-            raise ServiceFault(f"simulator: {observation.error or 'the response does not end'}")
+        # In view shared the policy's own stream may have reached its cap; any other cap is one of the simulator's.
+        is_its_cap = trajectory.status is Status.TRUNCATED and (self.separate or trajectory.reason == "new_tokens")
+        if observation.error or is_its_cap:
+            raise ServiceFault(f"simulator: {observation.error or trajectory.reason}")
         return observation
 
 
