@@ -13,6 +13,7 @@ ADAPTER ?=
 OUT ?=
 QUICK ?=
 ONLY ?=
+JOBS ?= 2
 
 VENV := .venv/bin/python
 LAUNCH = $(VENV) -m envace.launch $(if $(GPUS),--gpus $(GPUS)) --nodes $(NODES) --node-rank $(NODE_RANK) \
@@ -36,8 +37,8 @@ setup: $(STAMP)  ## install into .venv; every other command does this by itself
 demo: $(STAMP)  ## warm-up, RL in rehearsal, real evaluation on an embedded world (SEEDS=1)
 	@$(VENV) -m envace.demo --seeds $(SEEDS)
 
-ablations: $(STAMP)  ## every variant against EnvACE, goes on where it stopped (SEEDS=5 ONLY=a,b; QUICK=1: a check)
-	@$(VENV) -m envace.ablations $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY)) \
+ablations: $(STAMP)  ## every variant against EnvACE, goes on where it stopped (SEEDS=5 ONLY=a,b JOBS=2; QUICK=1: a check)
+	@$(VENV) -m envace.ablations --jobs $(JOBS) $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY)) \
 		$(if $(filter-out file,$(origin SEEDS)),--seeds $(SEEDS))
 
 dynamics: $(STAMP)  ## evaluate the models that a training exported, over its steps (CONFIG=... ARGS="...")

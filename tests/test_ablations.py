@@ -3,7 +3,15 @@
 import json
 import logging
 import math
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
@@ -12,7 +20,19 @@ import evaluate
 import train_rl
 import train_sft
 from envace.ablations import __main__ as runner
-from envace.ablations.runs import CORE, ROOTS, Run, is_done, plan, recorded, training_costs, variants, write_record
+from envace.ablations.runs import (
+    CORE,
+    ROOTS,
+    Run,
+    WarmUp,
+    is_done,
+    plan,
+    recorded,
+    training_costs,
+    variants,
+    with_warm_ups,
+    write_record,
+)
 from envace.config import ConfigError, load_config, settings_of
 from envace.report import ablations as report
 from envace.report.ablations import difference, statement, summarise, t_interval, table, write_report
@@ -101,10 +121,26 @@ def made(folder, monkeypatch):
     monkeypatch.setattr(report, "bootstrap_ci", lambda ours, theirs: (0.0, 0.0))
     monkeypatch.setattr(report, "draw", lambda summary, path: path.write_bytes(b""))
     monkeypatch.setattr(report, "versions", dict)
-    monkeypatch.setattr(train_sft, "main", stub("sft", lambda config: Path(config.run_dir).mkdir(parents=True)))
+    monkeypatch.setattr(train_sft, "main", stub("sft", lambda config: None))
     monkeypatch.setattr(train_rl, "main", stub("rl", train))
     monkeypatch.setattr(evaluate, "main", stub("eval", lambda config: evaluation([1.0, 0.5, None, 0.0])))
     return stages
+
+
+class Inline(Executor):
+    """Does what is submitted at once and in this process, where the stubs are."""
+
+    def submit(self, call, *arguments):
+        future = Future()
+        try:
+            future.set_result(call(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+
+def carry_out(runs, quick):
+    runner.carry_out(runs, quick, Inline(), 1)
 
 
 def write_lines(run_dir, records):
@@ -131,7 +167,7 @@ def folders(stages, stage):
 
 def test_the_core_comes_seed_by_seed_and_then_every_other_variant_once():
     runs = [(run.variant, run.seed) for run in plan(2)]
-    others = sorted(DIFFERENCES.keys() - set(CORE))
+    others = sorted(DIFFERENCES.keys() - set(CORE), key=lambda variant: (variant != "separate_view", variant))
     assert runs == [*((v, s) for s in (0, 1) for v in CORE), *((v, 0) for v in others)]
     assert CORE == ("envace", "grpo", "per_role_policy", "shared_baseline", "constant_response")
     assert [(run.variant, run.seed) for run in plan(2, only=("no_kl", "grpo"))] == [
@@ -144,7 +180,7 @@ def test_the_core_comes_seed_by_seed_and_then_every_other_variant_once():
 
 
 def test_each_seed_has_one_warm_up_and_the_separate_view_its_own(made):
-    runner.carry_out(plan(2), quick=False)
+    carry_out(plan(2), quick=False)
     root = "runs/ablations"
     assert folders(made, "sft") == [f"{root}/sft/seed0", f"{root}/sft/seed1", f"{root}/sft_separate/seed0"]
     assert folders(made, "rl") == folders(made, "eval") == [f"{root}/{r.variant}/seed{r.seed}" for r in plan(2)]
@@ -163,7 +199,7 @@ def test_each_seed_has_one_warm_up_and_the_separate_view_its_own(made):
 
 
 def test_where_a_variant_starts_and_what_is_evaluated(made):
-    runner.carry_out(plan(1), quick=False)
+    carry_out(plan(1), quick=False)
     root = "runs/ablations"
     training = {Path(c.run_dir).parent.name: c for stage, c in made if stage == "rl"}
     evaluated = {Path(c.run_dir).parent.name: c for stage, c in made if stage == "eval"}
@@ -182,7 +218,7 @@ def test_where_a_variant_starts_and_what_is_evaluated(made):
 
 
 def test_quick_runs_everything_in_a_folder_of_its_own(made):
-    runner.carry_out(plan(1, quick=True), quick=True)
+    carry_out(plan(1, quick=True), quick=True)
     assert all(config.run_dir.startswith("runs/ablations_quick/") for _, config in made)
     assert len(folders(made, "rl")) == len(DIFFERENCES)
     for _, config in made:
@@ -203,11 +239,11 @@ def test_after_an_interruption_the_same_command_goes_on_with_that_run(made, monk
 
     monkeypatch.setattr(module, "main", fails_once)
     with pytest.raises(KeyboardInterrupt):
-        runner.carry_out(plan(2, only=CORE), quick=False)
+        carry_out(plan(2, only=CORE), quick=False)
     before = len(recorded(False))
     assert before == (5 if stage == "sft" else 2)
     made.clear()
-    runner.carry_out(plan(2, only=CORE), quick=False)
+    carry_out(plan(2, only=CORE), quick=False)
     assert folders(made, "rl") == [str(run.run_dir) for run in plan(2, only=CORE)[before:]]
     assert len(recorded(False)) == 10
 
@@ -215,8 +251,8 @@ def test_after_an_interruption_the_same_command_goes_on_with_that_run(made, monk
 def test_what_is_done_is_not_done_again_and_the_report_has_all_of_it(made, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("envace"), "propagate", True)
     caplog.set_level(logging.INFO, "envace")
-    runner.carry_out(plan(1, only=("grpo",)), quick=False)
-    runner.carry_out(plan(1, only=("envace",)), quick=False)
+    carry_out(plan(1, only=("grpo",)), quick=False)
+    carry_out(plan(1, only=("envace",)), quick=False)
     assert [row.split(" | ")[0] for row in (ROOTS[False] / "table.md").read_text().splitlines() if row[:2] == "| "][
         2:
     ] == [
@@ -225,7 +261,7 @@ def test_what_is_done_is_not_done_again_and_the_report_has_all_of_it(made, caplo
     ]
     made.clear()
     (ROOTS[False] / "table.md").unlink()
-    runner.carry_out(plan(1, only=("envace", "grpo")), quick=False)
+    carry_out(plan(1, only=("envace", "grpo")), quick=False)
     assert made == [] and "2 of 2 runs were done before" in caplog.text
     assert {path.name for path in ROOTS[False].iterdir() if path.is_file()} == {
         "results.json",
@@ -249,25 +285,28 @@ def test_what_is_done_is_not_done_again_and_the_report_has_all_of_it(made, caplo
     ],
 )
 def test_results_of_other_settings_are_refused_before_anything_is_run(made, folder, file, old, new, message):
-    runner.carry_out(plan(1, only=("no_kl",)), quick=False)
+    carry_out(plan(1, only=("no_kl",)), quick=False)
     path = folder / "configs" / file
     assert path.read_text().count(old) == 1
     path.write_text(path.read_text().replace(old, new))
     made.clear()
     with pytest.raises(UserError, match=message) as caught:
         # Refused even if the changed run is not asked for: it would stand in the same table.
-        runner.carry_out(plan(1, only=("envace",)), quick=False)
+        carry_out(plan(1, only=("envace",)), quick=False)
     assert made == [] and "\n" not in str(caught.value) and "delete runs/ablations/" in str(caught.value)
 
 
-def test_a_setting_that_was_unknown_then_is_another_setting(made):
+def test_a_setting_that_came_since_had_its_default_then(made, folder):
     [run] = plan(1, only=("envace",))
-    runner.carry_out([run], quick=False)
+    carry_out([run], quick=False)
     record = json.loads(run.record.read_text())
-    del record["settings"]["training"]["rl.keep"]
+    assert record["settings"]["training"].pop("rl.keep") == "all"
     run.record.write_text(json.dumps(record))
-    with pytest.raises(UserError, match="rl.keep=None, now it is all"):
-        is_done(run)
+    assert is_done(run)
+    path = folder / "configs" / "ablations" / "envace.yaml"
+    path.write_text(path.read_text() + "rl: {keep: consistent}\n")
+    with pytest.raises(UserError, match="rl.keep=all, now it is consistent"):
+        is_done(plan(1, only=("envace",))[0])
 
 
 def test_a_record_is_whole_or_absent_and_strict_json(made, monkeypatch):
@@ -281,7 +320,7 @@ def test_a_record_is_whole_or_absent_and_strict_json(made, monkeypatch):
 
 
 def test_nan_in_a_result_survives_the_file(made):
-    runner.carry_out(plan(1, only=("envace",)), quick=False)
+    carry_out(plan(1, only=("envace",)), quick=False)
 
     def refuse(constant):
         raise AssertionError(constant)
@@ -293,7 +332,7 @@ def test_nan_in_a_result_survives_the_file(made):
 @pytest.mark.slow
 def test_the_quick_check_in_earnest(folder):
     runs = plan(1, quick=True, only=("envace", "per_role_policy", "mixed_10"))
-    runner.carry_out(runs, quick=True)
+    carry_out(runs, quick=True)
     report = json.loads((ROOTS[True] / "results.json").read_text())["variants"]
     assert list(report) == ["envace", "per_role_policy", "mixed_10"]
     for variant, row in report.items():
@@ -301,7 +340,7 @@ def test_the_quick_check_in_earnest(folder):
         assert variant == "mixed_10" or row["env_calls"]["mean"] == 0
     assert (ROOTS[True] / "figure.png").stat().st_size > 10_000
     times = [run.record.stat().st_mtime_ns for run in runs]
-    runner.carry_out(runs, quick=True)
+    carry_out(runs, quick=True)
     assert [run.record.stat().st_mtime_ns for run in runs] == times
 
 
@@ -331,6 +370,7 @@ def test_a_mistake_on_the_command_line_is_said_in_one_line(made, monkeypatch, ca
 def test_the_command_ends_with_one_line_on_an_error_and_makes_five_seeds_by_default(made, monkeypatch):
     monkeypatch.setattr("sys.argv", ["ablations", "--only", "envace"])
     monkeypatch.setattr(runner, "setup_logging", lambda: None)
+    monkeypatch.setattr(runner, "workers", lambda jobs: Inline())
     runner.main()
     assert folders(made, "rl") == [f"runs/ablations/envace/seed{seed}" for seed in range(5)]
     shutil.rmtree("runs/ablations/envace/seed3")
@@ -341,7 +381,88 @@ def test_the_command_ends_with_one_line_on_an_error_and_makes_five_seeds_by_defa
     monkeypatch.setattr(train_rl, "main", fail)
     with pytest.raises(SystemExit) as caught:
         runner.main()
-    assert caught.value.code == "error: it went wrong"
+    assert caught.value.code == "error: envace, seed 3: it went wrong"
+
+
+# Several at a time
+
+
+def test_at_most_so_many_run_at_a_time_and_none_before_its_warm_up(made, monkeypatch):
+    running, most, order, lock = set(), 0, [], threading.Lock()
+    does = runner.do
+
+    def watched(work, jobs):
+        nonlocal most
+        with lock:
+            assert all(map(is_done, work.needs))
+            running.add(work)
+            order.append(work)
+            most = max(most, len(running))
+        time.sleep(0.02)
+        try:
+            # Redirected output is of the whole process, so threads take turns.
+            with lock:
+                return does(work, jobs)
+        finally:
+            with lock:
+                running.remove(work)
+
+    monkeypatch.setattr(runner, "do", watched)
+    runs = plan(2, only=("envace", "grpo", "separate_view"))
+    with ThreadPoolExecutor(4) as pool:
+        runner.carry_out(runs, False, pool, 3)
+    assert most == 3 and len(order) == len(set(order))
+    assert set(order) == set(with_warm_ups(runs)) and {run for run in order if isinstance(run, Run)} == set(runs)
+    # While the first warm-up runs, nothing of its seed can: the one of the next seed does not wait for it.
+    assert [work.name for work in order[:2]] == ["SFT for view shared, seed 0", "SFT for view shared, seed 1"]
+
+
+def test_when_one_fails_those_that_run_end_and_no_other_starts(made, monkeypatch):
+    started = []
+
+    def do(work, jobs):
+        started.append(work.name)
+        if isinstance(work, WarmUp):
+            return does(work, jobs)
+        if work.variant == "envace":
+            raise UserError("it went wrong")
+        time.sleep(0.1)
+        return does(work, jobs)
+
+    does = runner.do
+    monkeypatch.setattr(runner, "do", do)
+    with pytest.raises(UserError, match="^envace, seed 0: it went wrong$"), ThreadPoolExecutor(2) as pool:
+        runner.carry_out(plan(1, only=CORE), False, pool, 2)
+    assert started == ["SFT for view shared, seed 0", "envace, seed 0", "grpo, seed 0"]
+    assert [run.variant for run in recorded(False)] == ["grpo"]
+
+
+def test_a_process_that_was_killed_is_one_clear_line():
+    future = Future()
+    future.set_exception(BrokenProcessPool("abruptly"))
+    with pytest.raises(UserError, match="^envace, seed 0: its process was killed, .*--jobs 1$"):
+        runner.finish(future, Run("envace", 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_saves_where_each_run_is_and_goes_on_from_there(folder, asked):
+    command = [sys.executable, "-m", "envace.ablations", "--quick", "--only", "envace"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    sft = ROOTS[True] / "sft" / "seed0"
+    while not (sft / "metrics.jsonl").exists():
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(asked)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert error.splitlines() == ["interrupted: the same command goes on from the last checkpoint"]
+    console = (sft / "console.log").read_text()
+    assert "SIGTERM: stopped after step" in console and not (sft / "done.json").exists()
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    assert "resumed" in (sft / "console.log").read_text().removeprefix(console)
+    assert [run.variant for run in recorded(True)] == ["envace"]
 
 
 # The report
@@ -351,6 +472,7 @@ def result(variant, seed, by_task, *, steps=30, tokens=1000.0, **rest):
     return {
         "variant": variant,
         "seed": seed,
+        "jobs": 1,
         "settings": {"training": {"rl.steps": steps}, "evaluation": {"eval.samples": 2}},
         "training": {"sampled_tokens": tokens, "seconds": 60.0, "env_calls": 0.0},
         "evaluation": evaluation(by_task, **rest),

@@ -1,18 +1,26 @@
 """Every variant in configs/ablations against EnvACE: training, evaluation in the real environment, one report.
 
-    python -m envace.ablations [--quick] [--seeds 5] [--only envace,grpo]
+    python -m envace.ablations [--quick] [--seeds 5] [--only envace,grpo] [--jobs 2]
 
-Runs the same entry points as a user would and writes results.json, table.md and figure.png in runs/ablations after
-every run. What is done is skipped and what was begun goes on from its checkpoint, so the same command continues after
-an interruption. --quick runs every variant once for two steps in runs/ablations_quick: it shows that all of it works,
-its numbers mean nothing.
+Runs the same entry points as a user would, `jobs` at a time, and writes results.json, table.md and figure.png in
+runs/ablations after every run. What is done is skipped and what was begun goes on from its checkpoint, so the same
+command continues after an interruption. --quick runs every variant once for two steps in runs/ablations_quick: it shows
+that all of it works, its numbers mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
+import signal
 import sys
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import redirect_stderr, redirect_stdout
+from multiprocessing import active_children, get_context
+
+import torch
 
 import evaluate
 import train_rl
@@ -26,6 +34,7 @@ from envace.ablations.runs import (
     read_record,
     recorded,
     training_costs,
+    with_warm_ups,
     write_record,
 )
 from envace.config import ConfigError
@@ -41,14 +50,20 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="every variant once, in minutes: a check, not a result")
     parser.add_argument("--seeds", type=int, help="repetitions of the core variants (default 5, with --quick 1)")
     parser.add_argument("--only", default="", metavar="A,B", help="these variants alone")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, which share the cores (default 2)")
     arguments = parser.parse_args()
     seeds = arguments.seeds if arguments.seeds is not None else 1 if arguments.quick else 5
     if not 1 <= seeds <= MOST_SEEDS:
         parser.error(f"--seeds must be within 1 and {MOST_SEEDS}")
+    if arguments.jobs < 1:
+        parser.error("--jobs must be at least 1")
     setup_logging()
+    # The end that `kill` and a batch system ask for is the one that Ctrl-C asks for.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         runs = plan(seeds, quick=arguments.quick, only=tuple(filter(None, arguments.only.split(","))))
-        carry_out(runs, arguments.quick)
+        with workers(arguments.jobs) as pool:
+            carry_out(runs, arguments.quick, pool, arguments.jobs)
     except ConfigError as error:
         parser.error(str(error))
     except UserError as error:
@@ -57,42 +72,80 @@ def main() -> None:
         sys.exit("interrupted: the same command goes on from the last checkpoint")
 
 
-def carry_out(runs: list[Run], quick: bool) -> None:
+def workers(jobs: int) -> Executor:
+    """A process a run: what one leaves in memory or in torch's random state does not reach the next."""
+    return ProcessPoolExecutor(
+        jobs,
+        mp_context=get_context("spawn"),
+        initializer=set_up_worker,
+        initargs=(max(1, (os.cpu_count() or 1) // jobs),),
+        max_tasks_per_child=1,
+    )
+
+
+def set_up_worker(threads: int) -> None:
+    # Ctrl-C reaches every process of the terminal; a worker waits for SIGTERM, upon which it saves a checkpoint.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(threads)
+    setup_logging()
+
+
+def carry_out(runs: list[Run], quick: bool, pool: Executor, jobs: int) -> None:
+    """What of `runs` is not done. Raises UserError, naming the run, when one fails; those that run are left to end."""
     root = ROOTS[quick]
     # All of them first: a changed setting shall stop the comparison before hours were spent on it.
-    for run in dict.fromkeys((*runs, *recorded(quick))):
-        for work in (run.warm_up, run):
-            is_done(work)
-    left = [run for run in runs if not is_done(run)]
-    if len(left) < len(runs):
-        logger.info("%d of %d runs were done before", len(runs) - len(left), len(runs))
-    for number, run in enumerate(left, 1):
-        logger.info("run %d of %d: %s, seed %d", number, len(left), run.variant, run.seed)
-        warm_up(run.warm_up)
-        train_and_evaluate(run)
-        report(quick)
-    if not left:
-        report(quick)
+    done = {work for work in with_warm_ups([*runs, *recorded(quick)]) if is_done(work)}
+    left = [work for work in with_warm_ups(runs) if work not in done]
+    if before := done.intersection(runs):
+        logger.info("%d of %d runs were done before", len(before), len(runs))
+    running: dict[Future[str], Run | WarmUp] = {}
+    try:
+        while left or running:
+            while len(running) < jobs and (ready := [work for work in left if done.issuperset(work.needs)]):
+                left.remove(ready[0])
+                running[pool.submit(do, ready[0], jobs)] = ready[0]
+                logger.info("%s: started, %d more to start; see %s", ready[0].name, len(left), ready[0].console)
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                work = running.pop(future)
+                logger.info("%s: %s", work.name, finish(future, work))
+                done.add(work)
+                report(quick)
+    except KeyboardInterrupt:
+        for worker in active_children():
+            worker.terminate()
+        raise
+    report(quick)
     logger.info("report: %s, %s and %s", root / "results.json", root / "table.md", root / "figure.png")
 
 
-def warm_up(work: WarmUp) -> None:
-    if not is_done(work):
-        train_sft.main(work.training)
-        write_record(work)
+def finish(future: Future[str], work: Run | WarmUp) -> str:
+    try:
+        return future.result()
+    except UserError as error:
+        raise UserError(f"{work.name}: {error}") from error
+    except BrokenProcessPool as error:
+        raise UserError(f"{work.name}: its process was killed, maybe for want of memory; try --jobs 1") from error
 
 
-def train_and_evaluate(run: Run) -> None:
-    train_rl.main(run.training)
-    evaluation = evaluate.main(run.evaluation)
-    logger.info("%s, seed %d: real success %.3f", run.variant, run.seed, evaluation["real_success"])
-    costs = training_costs(run.run_dir)
-    write_record(run, variant=run.variant, seed=run.seed, training=costs, evaluation=evaluation)
+def do(work: Run | WarmUp, jobs: int) -> str:
+    """One piece of work, in a worker; what the entry points say goes to its file. Returns a line about the outcome."""
+    work.run_dir.mkdir(parents=True, exist_ok=True)
+    with work.console.open("a", encoding="utf-8") as console, redirect_stdout(console), redirect_stderr(console):
+        if isinstance(work, WarmUp):
+            train_sft.main(work.training)
+            write_record(work)
+            return "done"
+        train_rl.main(work.training)
+        evaluation = evaluate.main(work.evaluation)
+        costs = training_costs(work.run_dir)
+        write_record(work, variant=work.variant, seed=work.seed, jobs=jobs, training=costs, evaluation=evaluation)
+        return f"real success {evaluation['real_success']:.3f}"
 
 
 def report(quick: bool) -> None:
     """Of all runs that are done, those of earlier calls included."""
-    write_report([read_record(run) for run in recorded(quick)], ROOTS[quick], quick=quick)
+    if records := [read_record(run) for run in recorded(quick)]:
+        write_report(records, ROOTS[quick], quick=quick)
 
 
 if __name__ == "__main__":

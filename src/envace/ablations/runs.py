@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,19 @@ class WarmUp:
         return ROOTS[self.quick] / name / f"seed{self.seed}"
 
     @property
+    def name(self) -> str:
+        return f"SFT for view {self.view}, seed {self.seed}"
+
+    @property
+    def needs(self) -> tuple[WarmUp, ...]:
+        """What has to be done before: one warm-up of a seed builds the model from which they all start."""
+        return () if self.view == "shared" else (replace(self, view="shared"),)
+
+    @property
+    def console(self) -> Path:
+        return self.run_dir / "console.log"
+
+    @property
     def record(self) -> Path:
         return self.run_dir / "done.json"
 
@@ -81,6 +94,18 @@ class Run:
     @property
     def run_dir(self) -> Path:
         return ROOTS[self.quick] / self.variant / f"seed{self.seed}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}, seed {self.seed}"
+
+    @property
+    def needs(self) -> tuple[WarmUp, ...]:
+        return (*self.warm_up.needs, self.warm_up)
+
+    @property
+    def console(self) -> Path:
+        return self.run_dir / "console.log"
 
     @property
     def record(self) -> Path:
@@ -124,6 +149,11 @@ class Run:
         return load_config(str(CONFIGS / f"{self.variant}.yaml"), own)
 
 
+@cache
+def _defaults() -> dict[str, Any]:
+    return json.loads(json.dumps(settings_of(load_config(None, ["model.path="]))))
+
+
 def _common(seed: int, quick: bool) -> list[str]:
     return [f"seed={seed}", f"data.seed={seed}", "checkpoint.resume=true", *(QUICK if quick else ())]
 
@@ -143,7 +173,14 @@ def plan(seeds: int, *, quick: bool = False, only: tuple[str, ...] = ()) -> list
         raise ConfigError(f"there is no variant {unknown[0]!r}: choose from {', '.join(variants())}")
     core = [Run(variant, seed, quick) for seed in range(seeds) for variant in CORE]
     others = [Run(variant, 0, quick) for variant in variants() if variant not in CORE]
+    # Long warm-ups of their own first, so that the last hour has enough to do for all workers.
+    others.sort(key=lambda run: run.warm_up.view == "shared")
     return [run for run in (*core, *others) if not only or run.variant in only]
+
+
+def with_warm_ups(runs: list[Run]) -> list[Run | WarmUp]:
+    """The runs in their order, each behind what it needs; none twice."""
+    return list(dict.fromkeys(work for run in runs for work in (*run.needs, run)))
 
 
 def recorded(quick: bool) -> list[Run]:
@@ -155,16 +192,20 @@ def recorded(quick: bool) -> list[Run]:
 
 
 def is_done(work: Run | WarmUp) -> bool:
-    """Whether its record exists. Raises UserError if that was made with other settings than it would have now."""
+    """Whether its record exists. Raises UserError if that was made with other settings than it would have now.
+
+    A setting that came since had its default then: the rule for a new one is that its default changes nothing.
+    """
     if not work.record.exists():
         return False
     before = json.loads(work.record.read_text(encoding="utf-8"))["settings"]
     now = json.loads(json.dumps(work.settings()))
     differing = [
-        f"{stage} {key}={before[stage].get(key)}, now it is {now[stage].get(key)}"
+        f"{stage} {key}={was.get(key)}, now it is {now[stage].get(key)}"
         for stage in now
+        for was in [_defaults() | before[stage]]
         for key in sorted(before[stage].keys() | now[stage].keys())
-        if before[stage].get(key) != now[stage].get(key)
+        if was.get(key) != now[stage].get(key)
     ]
     if differing:
         more = f" ({len(differing) - 1} more differ)" if len(differing) > 1 else ""

@@ -138,7 +138,12 @@ def write_report(results: list[dict[str, Any]], root: Path, *, quick: bool = Fal
     settings = [run["settings"]["evaluation"] for run in results]
     tasks = ", ".join(str(n) for n in sorted({run["evaluation"]["tasks"] for run in results}))
     samples = ", ".join(str(n) for n in sorted({s["eval.samples"] for s in settings}))
-    notes = [f"{tasks} held-out tasks a seed, {samples} sampled runs of each.", ""]
+    at_once = ", ".join(str(n) for n in sorted({run["jobs"] for run in results}))
+    notes = [
+        f"{tasks} held-out tasks a seed, {samples} sampled runs of each. Trained with {at_once} runs at a time, which "
+        "share the cores.",
+        "",
+    ]
     if quick:
         notes = ["**A quick check that every variant runs: hardly trained, hardly measured. No result.**", "", *notes]
     report = {
