@@ -12,31 +12,14 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import signal
 import sys
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import redirect_stderr, redirect_stdout
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children
 
-import torch
-
-import evaluate
-import train_rl
-import train_sft
-from envace.ablations.runs import (
-    ROOTS,
-    Run,
-    WarmUp,
-    is_done,
-    plan,
-    read_record,
-    recorded,
-    training_costs,
-    with_warm_ups,
-    write_record,
-)
+from envace.ablations.runs import ROOTS, Run, WarmUp, is_done, plan, read_record, recorded, with_warm_ups
+from envace.ablations.workers import do, workers
 from envace.config import ConfigError
 from envace.report.ablations import MOST_SEEDS, write_report
 from envace.tracking import setup_logging
@@ -70,24 +53,6 @@ def main() -> None:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted: the same command goes on from the last checkpoint")
-
-
-def workers(jobs: int) -> Executor:
-    """A process a run: what one leaves in memory or in torch's random state does not reach the next."""
-    return ProcessPoolExecutor(
-        jobs,
-        mp_context=get_context("spawn"),
-        initializer=set_up_worker,
-        initargs=(max(1, (os.cpu_count() or 1) // jobs),),
-        max_tasks_per_child=1,
-    )
-
-
-def set_up_worker(threads: int) -> None:
-    # Ctrl-C reaches every process of the terminal; a worker waits for SIGTERM, upon which it saves a checkpoint.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(threads)
-    setup_logging()
 
 
 def carry_out(runs: list[Run], quick: bool, pool: Executor, jobs: int) -> None:
@@ -125,21 +90,6 @@ def finish(future: Future[str], work: Run | WarmUp) -> str:
         raise UserError(f"{work.name}: {error}") from error
     except BrokenProcessPool as error:
         raise UserError(f"{work.name}: its process was killed, maybe for want of memory; try --jobs 1") from error
-
-
-def do(work: Run | WarmUp, jobs: int) -> str:
-    """One piece of work, in a worker; what the entry points say goes to its file. Returns a line about the outcome."""
-    work.run_dir.mkdir(parents=True, exist_ok=True)
-    with work.console.open("a", encoding="utf-8") as console, redirect_stdout(console), redirect_stderr(console):
-        if isinstance(work, WarmUp):
-            train_sft.main(work.training)
-            write_record(work)
-            return "done"
-        train_rl.main(work.training)
-        evaluation = evaluate.main(work.evaluation)
-        costs = training_costs(work.run_dir)
-        write_record(work, variant=work.variant, seed=work.seed, jobs=jobs, training=costs, evaluation=evaluation)
-        return f"real success {evaluation['real_success']:.3f}"
 
 
 def report(quick: bool) -> None:
