@@ -16,11 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from envace.config import Config, SamplingConfig
 from envace.data import ExecutableSource, Source, open_source, tasks_within
 from envace.evaluation import assign_rewards, evaluate_team, success, success_by_rounds, success_by_task, unfold
 from envace.metrics import bootstrap_ci
 from envace.services import Services
+from envace.settings import Config, SamplingConfig
 from envace.team import Team, evaluation_team
 from envace.tracking import Tracker, run, without_nan
 from envace.types import Task, Trajectory, UserError

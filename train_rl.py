@@ -24,7 +24,6 @@ import torch
 from envace.advantages import BASELINES, group_advantages
 from envace.batching import output_table, rows_from_trajectories, total_weight
 from envace.checkpoints import Checkpoints, check_exports, export_folder
-from envace.config import Config
 from envace.data import Sampler, Source, open_source, tasks_within
 from envace.evaluation import GapWatch, assign_rewards, evaluate_team, unfold
 from envace.losses import policy_loss
@@ -32,6 +31,7 @@ from envace.memory import describe
 from envace.metrics import advantage_metrics, rollout_metrics
 from envace.policy import check_output, learning_rate
 from envace.services import Services
+from envace.settings import Config
 from envace.team import Player, Team, training_team
 from envace.tracking import Tracker, logger, run
 from envace.types import Batch, Interruption, Task, Trajectory, UserError

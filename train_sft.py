@@ -14,12 +14,12 @@ from pathlib import Path
 
 from envace.batching import sft_rows, total_weight
 from envace.checkpoints import Checkpoints
-from envace.config import Config
 from envace.data import Dialogue, Sampler, open_source, short_enough
 from envace.demonstrations import demonstration
 from envace.losses import sft_loss
 from envace.memory import describe
 from envace.policy import Policy, check_output, learning_rate
+from envace.settings import Config
 from envace.tracking import Tracker, logger, run
 from envace.types import Trajectory
 

@@ -28,9 +28,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from envace.batching import Row, rows_to_batch
-from envace.config import SamplingConfig
 from envace.generation import CachedGenerator
 from envace.scoring import Scorer, score_inputs
+from envace.settings import SamplingConfig
 from envace.tracking import without_nan
 from envace.types import Evidence, Request, Role, Segment, Sequence
 

@@ -31,7 +31,7 @@ import train_sft
 from envace import data, rewards
 from envace.batching import Row
 from envace.checkpoints import CheckpointError, Checkpoints, complete, latest, publish
-from envace.config import ModelConfig, load_config
+from envace.config import load_config
 from envace.data import Sampler
 from envace.demo.demonstrations import _Clerk, make_demonstrations
 from envace.demo.desk import CallCounter
@@ -40,6 +40,7 @@ from envace.demo.source import DemoSource
 from envace.demo.tasks import make_task
 from envace.losses import sft_loss
 from envace.policy import Diverged, LoadError, Policy, SaveError
+from envace.settings import ModelConfig
 from envace.tracking import Tracker
 from envace.types import Role, UserError
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from envace.config import Config, ConfigError, RLConfig, load_config, nearest, save_config, schema, validate, versions
+from envace.config import ConfigError, load_config, nearest, save_config, schema, validate, versions
+from envace.settings import Config, RLConfig
 
 ROOT = Path(__file__).parent.parent
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from envace.chat import THINK_CLOSE, THINK_OPEN, TOOL_TOKENS, TURN_TOKENS, ChatFormat, parse_action
-from envace.config import Config, load_config
+from envace.config import load_config
 from envace.demo import demonstrations
 from envace.demo.agents import call_at_random, do_nothing
 from envace.demo.demonstrations import HABITS, make_demonstrations
@@ -24,6 +24,7 @@ from envace.environments import Real
 from envace.episodes import rollout
 from envace.evaluation import success
 from envace.rewards import score
+from envace.settings import Config
 from envace.types import Completion, Limits, ToolCall
 
 ROOT = Path(__file__).parent.parent

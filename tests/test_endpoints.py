@@ -4,9 +4,9 @@ import pytest
 from openai_server import OpenAIServer, Reply, error, in_order
 
 from envace import endpoints
-from envace.config import EndpointConfig
 from envace.endpoints import ChatClient, probe
 from envace.outage import EndpointError, EndpointOutage
+from envace.settings import EndpointConfig
 
 
 @pytest.fixture(autouse=True)

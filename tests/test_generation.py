@@ -8,10 +8,10 @@ from transformers import GenerationConfig
 
 from envace import scoring
 from envace.batching import Row, rows_to_batch
-from envace.config import ModelConfig, SamplingConfig
 from envace.generation import CachedGenerator
 from envace.losses import policy_loss, token_logprobs
 from envace.policy import Policy
+from envace.settings import ModelConfig, SamplingConfig
 from envace.types import Evidence, Request, Role, Segment, Sequence
 
 VOCAB, PAD = 400, 0

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "envace"
 FILES = sorted([*PACKAGE.rglob("*.py"), *ROOT.glob("*.py")])
 
-BASE = {"types", "config", "__init__"}
+BASE = {"types", "settings", "rules", "config", "__init__"}
 PURE = {"advantages", "losses", "batching", "checklist", "rewards", "metrics"}
 LAYERS = [
     BASE,
@@ -55,7 +55,7 @@ def test_imports_point_one_way(path):
     assert {module} | ours <= LAYER.keys(), "a new module needs a place in LAYERS"
     assert not {other for other in ours if LAYER[other] > LAYER[module]}, "imports a higher layer"
     if module in BASE:
-        assert not ours
+        assert ours <= {"settings", "rules"}
     if module in PURE:
         assert ours <= {"types", "checklist"} and foreign <= {"torch", *sys.stdlib_module_names}
     if module == "demo":

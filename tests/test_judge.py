@@ -15,10 +15,10 @@ from openai_server import COMPLETION_TOKENS, PROMPT_TOKENS, OpenAIServer, Reply,
 
 from envace import endpoints
 from envace.checklist import REPLY, Item, Message, Question
-from envace.config import EndpointConfig
 from envace.judge import Judge
 from envace.outage import EndpointError, EndpointOutage, Outage
 from envace.services import seen_messages
+from envace.settings import EndpointConfig
 from envace.types import ToolCall, UserError
 from envace.verdicts import VerdictCache, read_verdict
 

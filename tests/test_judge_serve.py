@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from envace.checklist import REPLY, Item, Message, Question
-from envace.config import EndpointConfig, load_config
+from envace.config import load_config
 from envace.demo.source import DemoSource
 from envace.endpoints import probe
 from envace.judge import Judge
+from envace.settings import EndpointConfig
 
 pytestmark = pytest.mark.slow
 

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from envace.batching import Row, total_weight
 from envace.chat import TOOL_TOKENS, TURN_TOKENS, TokenizerError
-from envace.config import ModelConfig, SamplingConfig
 from envace.demo.demonstrations import make_demonstrations
 from envace.demo.desk import CallCounter
 from envace.demo.model import CHAT_TEMPLATE, build_model
 from envace.losses import policy_loss, sft_loss
 from envace.policy import Diverged, LoadError, Policy, SaveError, check_output, learning_rate
+from envace.settings import ModelConfig, SamplingConfig
 from envace.types import Evidence, Request, Role, Segment, Sequence
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.01, "grad_clip": 1.0, "max_nonfinite_steps": 3, "with_reference": False}

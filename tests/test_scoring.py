@@ -29,10 +29,10 @@ from transformers import (
 
 from envace import scoring
 from envace.batching import Row, divide, num_scored, rows_to_batch, rows_to_packed_batch, total_weight
-from envace.config import ModelConfig, PolicyConfig
 from envace.losses import entropy, sft_loss, token_logprobs
 from envace.policy import LoadError, Policy
 from envace.scoring import Scorer, score_inputs
+from envace.settings import ModelConfig, PolicyConfig
 
 VOCAB, PAD, TEMPERATURE = 400, 0, 0.7
 SETTINGS = {"lr": 1e-3, "weight_decay": 0.0, "grad_clip": 1.0, "max_nonfinite_steps": 5}

@@ -14,7 +14,7 @@ import torch
 import train_rl
 import train_sft
 from envace import data, rewards
-from envace.config import SamplingConfig, load_config
+from envace.config import load_config
 from envace.data import open_source
 from envace.demo.demonstrations import _Clerk, make_demonstrations
 from envace.demo.desk import TOOLS, CallCounter
@@ -26,6 +26,7 @@ from envace.filters import consistent
 from envace.metrics import rollout_metrics
 from envace.policy import Policy
 from envace.services import Services
+from envace.settings import SamplingConfig
 from envace.team import evaluation_team
 from envace.types import Evidence, Exchange, Role, Segment, Sequence, Status, Task, ToolCall, Trajectory
 

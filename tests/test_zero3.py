@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from zero3_worker import KL_COEF, SETTINGS, UPDATES, make_rows
 
 from envace.checkpoints import exports
-from envace.config import ModelConfig
 from envace.demo.demonstrations import make_demonstrations
 from envace.demo.desk import CallCounter
 from envace.demo.model import build_model
 from envace.policy import REFERENCE, Policy, merge_adapter
+from envace.settings import ModelConfig
 
 pytestmark = pytest.mark.slow
 RUNS = [f"{kind}-{model}-{size}" for kind in ("sft", "rl") for model in ("base", "adapter") for size in (1, 4)]

@@ -20,12 +20,13 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_g
 import train_rl
 import train_sft
 from envace.batching import Row, total_weight
-from envace.config import LoraConfig, ModelConfig, PolicyConfig, SamplingConfig, load_config
+from envace.config import load_config
 from envace.data import Sampler
 from envace.losses import policy_loss, sft_loss
 from envace.outage import EndpointOutage
 from envace.policy import Diverged, Policy
 from envace.services import Services
+from envace.settings import LoraConfig, ModelConfig, PolicyConfig, SamplingConfig
 from envace.types import Evidence, Request, Role, Segment, Sequence
 
 ROOT = Path(__file__).parents[1]

@@ -18,7 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from envace.config import ENDPOINT_SECTIONS, Config, settings_of
+from envace.config import settings_of
+from envace.rules import ENDPOINT_SECTIONS
+from envace.settings import Config
 from envace.types import Interruption, UserError
 
 # Where a model behind endpoints is and how it is reached, but not which one it is.

@@ -16,9 +16,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from envace.chat import ChatFormat
 from envace.cm2.source import CM2Source
-from envace.config import Config
 from envace.demo.source import DemoSource
 from envace.episodes import opening
+from envace.settings import Config
 from envace.types import Executable, Task, Trajectory, UserError, content_hash
 
 logger = logging.getLogger("envace")

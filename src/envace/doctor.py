@@ -21,7 +21,6 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from envace.chat import TOOL_TOKENS, TURN_TOKENS, ChatFormat, TokenizerError
-from envace.config import Config, EndpointConfig, ModelConfig
 from envace.data import open_source
 from envace.endpoints import probe
 from envace.memory import (
@@ -38,6 +37,7 @@ from envace.memory import (
     table,
 )
 from envace.outage import EndpointError
+from envace.settings import Config, EndpointConfig, ModelConfig
 from envace.tracking import run
 from envace.types import UserError, first_line
 

@@ -33,8 +33,9 @@ from typing import Any, TypeVar
 
 from openai import APIError, APIStatusError, APITimeoutError, AsyncOpenAI
 
-from envace.config import EndpointConfig, is_plain_url
 from envace.outage import EndpointError, EndpointOutage, Outage
+from envace.rules import is_plain_url
+from envace.settings import EndpointConfig
 from envace.types import UserError, first_line
 
 logger = logging.getLogger("envace")

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from envace.config import Config, SamplingConfig
 from envace.data import ExecutableSource, Source
 from envace.environments import Constant, Environment, Real, Recorded, Rehearsed, Remote, SchemaCheck, Simulated
 from envace.episodes import rollout
@@ -29,6 +28,7 @@ from envace.policy import Policy
 from envace.prompts import not_recorded_error
 from envace.rewards import REWARDS
 from envace.services import Services
+from envace.settings import Config, SamplingConfig
 from envace.team import Team
 from envace.types import FILTERED, Limits, Role, Status, Task, Trajectory
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation import StoppingCriteriaList
 
-from envace.config import SamplingConfig
 from envace.scoring import CACHE
+from envace.settings import SamplingConfig
 from envace.types import Completion, Evidence, Request, Role, Segment, Sequence
 
 

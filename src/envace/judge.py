@@ -17,9 +17,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from envace.checklist import VERDICT_SCHEMA, Question, Verdict, judge_messages
-from envace.config import EndpointConfig
 from envace.endpoints import ChatClient
 from envace.outage import EndpointError
+from envace.settings import EndpointConfig
 from envace.types import content_hash
 from envace.verdicts import VerdictCache, read_verdict
 

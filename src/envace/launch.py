@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from envace.config import Config, cli
+from envace.config import cli
+from envace.settings import Config
 from envace.types import UserError
 
 # Where a scheduler sends SIGTERM to every process, torch's own launcher would kill the workers this many seconds later;

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from envace.config import Config
+from envace.settings import Config
 from envace.types import UserError
 
 Stage = Literal["sft", "rl", "eval"]

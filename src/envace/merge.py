@@ -9,8 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from envace.config import ModelConfig
 from envace.policy import merge_adapter
+from envace.settings import ModelConfig
 from envace.types import UserError
 
 

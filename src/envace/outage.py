@@ -6,7 +6,7 @@ import logging
 import math
 from collections import Counter
 
-from envace.config import EndpointConfig
+from envace.settings import EndpointConfig
 from envace.types import Interruption, UserError
 
 logger = logging.getLogger("envace")

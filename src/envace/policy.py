@@ -43,11 +43,11 @@ from transformers.cache_utils import DynamicLayer
 from envace.batching import Row, divide, num_scored, rows_to_batch, rows_to_packed_batch
 from envace.chat import TOOL_TOKENS, TURN_TOKENS, ChatFormat
 from envace.checkpoints import PARTIAL, publish
-from envace.config import LoraConfig as LoraSettings
-from envace.config import ModelConfig, PolicyConfig, SamplingConfig
 from envace.generation import CachedGenerator
 from envace.memory import read_deepspeed
 from envace.scoring import Scorer, score_inputs
+from envace.settings import LoraConfig as LoraSettings
+from envace.settings import ModelConfig, PolicyConfig, SamplingConfig
 from envace.types import Batch, Role, UserError, first_line
 
 # Ranks meet after a rollout, and one may have much longer to generate than another; the default is ten minutes.

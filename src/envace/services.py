@@ -7,8 +7,8 @@ from typing import Any
 
 from envace.chat import THINK_CLOSE, THINK_OPEN, parse_action
 from envace.checklist import Message, asked, filled, goes_on, turn_questions
-from envace.config import Config
 from envace.judge import Judge
+from envace.settings import Config
 from envace.simulator import Simulator
 from envace.types import ServiceFault, Steps, Trajectory, UserError, Wait
 

@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from envace.chat import parse_observation
-from envace.config import EndpointConfig
 from envace.endpoints import ChatClient
+from envace.settings import EndpointConfig
 from envace.types import content_hash
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from envace.config import Config, SamplingConfig
 from envace.generation import CachedGenerator
 from envace.policy import Policy
+from envace.settings import Config, SamplingConfig
 from envace.types import Completion, Request, Role
 
 ONLY = {"act": {"act": 1.0, "rehearse": 0.0}, "rehearse": {"act": 0.0, "rehearse": 1.0}}

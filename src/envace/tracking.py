@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from envace.config import Config, cli, save_config, versions
+from envace.config import cli, save_config, versions
+from envace.settings import Config
 from envace.types import Trajectory, UserError
 
 CONSOLE_WIDTH = 100

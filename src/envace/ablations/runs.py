@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from envace.checkpoints import FREE, OTHER_STAGE
-from envace.config import Config, ConfigError, load_config, settings_of
+from envace.config import ConfigError, load_config, settings_of
+from envace.settings import Config
 from envace.tracking import without_nan
 from envace.types import UserError
 

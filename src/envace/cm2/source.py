@@ -11,10 +11,10 @@ from typing import Any
 from envace.chat import parse_observation
 from envace.cm2.records import Record, load_rl, load_sft
 from envace.cm2.rows import Message
-from envace.config import Config
 from envace.demo.desk import CallCounter
 from envace.demo.model import build_model
 from envace.rewards import Branch, Goal, Says, Seen, TurnGoal, as_text, contains, resolve
+from envace.settings import Config
 from envace.types import Evidence, Exchange, RecordedCall, Task, ToolCall
 
 SHOWN_PROBLEMS = 5  # the log names the first ones; `python -m envace.data inspect` tells all kinds

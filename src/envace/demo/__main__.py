@@ -26,7 +26,7 @@ import evaluate
 import train_rl
 import train_sft
 from envace.chat import ChatFormat
-from envace.config import Config, ConfigError, load_config, versions
+from envace.config import ConfigError, load_config, versions
 from envace.demo.agents import call_at_random, do_nothing
 from envace.demo.source import DemoSource
 from envace.environments import Real
@@ -34,6 +34,7 @@ from envace.episodes import rollout
 from envace.evaluation import assign_rewards, known_pairs, limits_of, success
 from envace.metrics import bootstrap_ci
 from envace.report.figures import learning_curve, markdown_table
+from envace.settings import Config
 from envace.tracking import setup_logging
 from envace.types import Generate
 

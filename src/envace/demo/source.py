@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from envace.config import Config
 from envace.demo.demonstrations import make_demonstrations, right_final_state
 from envace.demo.desk import CallCounter, Desk
 from envace.demo.model import build_model
 from envace.demo.tasks import make_tasks
+from envace.settings import Config
 from envace.types import Task, Trajectory
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import evaluate
 from envace.checkpoints import exports
-from envace.config import Config
 from envace.data import ExecutableSource, open_source
 from envace.report.dynamics import draw
+from envace.settings import Config
 from envace.tracking import logger, run, without_nan
 from envace.types import UserError
 
