@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 from jinja2 import TemplateError
@@ -83,11 +84,30 @@ class ChatFormat:
 
         Added tokens spelled out in what messages and tools say stay inert characters.
         """
-        said = to_json([messages, tools])
-        mark = next(character for character in PRIVATE_USE if character not in said)
-        messages, tools = _marked([messages, tools], self._inside_added_tokens, mark)
-        text = self._render(messages, tools, add_generation_prompt=True)
-        return [i for piece in text.split(mark) for i in self.encode(piece)]
+        return [i for part in self._prompt(messages, tools) for i in part]
+
+    def prompt_around(
+        self, note: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+    ) -> tuple[list[int], list[int], list[int]]:
+        """As `prompt`, with `note` at the end of the system message: (ids before it, of the note, behind it)."""
+        before, inside, behind = self._prompt(messages, tools, note)
+        return before, inside, behind
+
+    def _prompt(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, note: str | None = None
+    ) -> list[list[int]]:
+        said = to_json([messages, tools, note])
+        mark, place = islice((character for character in PRIVATE_USE if character not in said), 2)
+        messages, tools, note = _marked([messages, tools, note], self._inside_added_tokens, mark)
+        if note is not None:
+            system = [m for m in messages[:1] if m["role"] == "system"] or [{"role": "system", "content": ""}]
+            others = [m for i, m in enumerate(messages) if i or m["role"] != "system"]
+            messages = [{"role": "system", "content": system[0]["content"] + place}, *others]
+        before, found, behind = self._render(messages, tools, add_generation_prompt=True).partition(place)
+        if note is not None and not found:
+            raise TokenizerError(f"the chat template of tokenizer {self.tokenizer.name_or_path!r} shows no system text")
+        parts = [before] if note is None else [before, note, behind]
+        return [[i for piece in part.split(mark) for i in self.encode(piece)] for part in parts]
 
     def user_turn(self, text: str) -> list[int]:
         """A later user turn, up to where ACT writes. Added tokens spelled out in `text` stay inert characters."""
@@ -95,6 +115,14 @@ class ChatFormat:
         pieces = [f"\n<|im_start|>user\n{first}", *others]
         pieces[-1] += f"<|im_end|>\n{self._act_header}"
         return [i for piece in pieces for i in self.encode(piece)]
+
+    def user_open(self) -> list[int]:
+        """The framing before a user turn that a model writes."""
+        return self._framing("\n<|im_start|>user\n")
+
+    def act_open(self) -> list[int]:
+        """The framing behind a user turn that a model wrote, up to where ACT writes."""
+        return self._framing(f"\n{self._act_header}")
 
     def response_open(self, index: int) -> list[int]:
         """The framing before the response to call number `index` of one ACT output."""

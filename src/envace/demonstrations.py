@@ -6,7 +6,7 @@ from typing import Any
 
 from envace.chat import ChatFormat, parse_action, parse_observation
 from envace.environments import feed_response
-from envace.prompts import execution_result, rehearse_messages
+from envace.prompts import USER_DONE, execution_result, rehearse_messages, user_messages
 from envace.types import Evidence, Role, Segment, Sequence, Task, ToolCall, Trajectory, UserError
 
 
@@ -24,6 +24,9 @@ def demonstration(
     The recorded responses stand where REHEARSE writes: in the ACT stream, or in chats of their own if `separate`.
     One that is no JSON object or array is context only: SFT teaches nothing that a rollout would refuse.
     grounded: the chats of view `separate` show the recorded calls of earlier user turns (`task.recorded`).
+    A system message may have a "note", which stands at its end as `begin` puts a memory there. A user message that is
+    "imagined" is one that the policy writes itself, in view `shared` in the user's own slot; an empty one says that the
+    user has nothing more to ask.
     """
     trajectory = Trajectory(task, task.id, sequences=[Sequence()])
     stream = trajectory.sequences[0]
@@ -31,7 +34,13 @@ def demonstration(
     if first_user is None:
         raise DialogueError(f"dialogue {task.id}: no user message")
     head, rest = messages[: first_user + 1], messages[first_user + 1 :]
-    _give(stream, chat.prompt(head, task.tools))
+    if note := head[0].get("note"):
+        before, inside, behind = chat.prompt_around(note, head, task.tools)
+        _give(stream, before)
+        stream.segments.append(Segment(Role.CONTEXT, inside, Evidence.REHEARSED))
+        _give(stream, behind)
+    else:
+        _give(stream, chat.prompt(head, task.tools))
     trajectory.messages += head
     answered = False
     while rest:
@@ -40,8 +49,11 @@ def demonstration(
         if message["role"] != ("user" if answered else "assistant"):
             raise DialogueError(f"dialogue {task.id}: unexpected {message['role']} message")
         if answered:
-            _give(stream, chat.user_turn(message["content"]))
-            answered = False
+            if message.get("imagined"):
+                _imagined_user_turn(trajectory, message["content"], chat, separate)
+            else:
+                _give(stream, chat.user_turn(message["content"]))
+            answered = message["content"] == ""
             continue
         stream.segments.append(
             Segment(Role.ACT, chat.output(message["content"]), Evidence.CLAIMED, finish_reason="stop")
@@ -88,14 +100,27 @@ def _rehearse_chat(trajectory: Trajectory, call: ToolCall, text: str, chat: Chat
     task, current_turn = trajectory.task, sum(m["role"] == "user" for m in trajectory.messages) - 1
     known = [r for turn in task.recorded[:current_turn] for r in turn] if grounded else []
     prompt = chat.prompt(rehearse_messages(task.tools, trajectory.messages, call, known))
-    output = chat.output(execution_result(text))
-    return Sequence(
-        [
-            Segment(Role.CONTEXT, prompt, Evidence.GIVEN),
-            Segment(Role.REHEARSE, output, Evidence.OBSERVED, finish_reason="stop"),
-        ],
-        open=False,
-    )
+    return _asked(prompt, chat.output(execution_result(text)), Evidence.OBSERVED)
+
+
+def _imagined_user_turn(trajectory: Trajectory, text: str, chat: ChatFormat, separate: bool) -> None:
+    stream = trajectory.sequences[0]
+    if separate:
+        prompt = chat.prompt(user_messages(trajectory.messages[:-1]))
+        trajectory.sequences.append(_asked(prompt, chat.output(text or USER_DONE), Evidence.GIVEN))
+        if text:
+            _give(stream, chat.user_turn(text))
+        return
+    _give(stream, chat.user_open())
+    stream.segments.append(Segment(Role.REHEARSE, chat.output(text), Evidence.GIVEN, finish_reason="stop"))
+    if text:
+        _give(stream, chat.act_open())
+
+
+def _asked(prompt: list[int], output: list[int], evidence: Evidence) -> Sequence:
+    """What REHEARSE is asked and writes in a chat of its own."""
+    written = Segment(Role.REHEARSE, output, evidence, finish_reason="stop")
+    return Sequence([Segment(Role.CONTEXT, prompt, Evidence.GIVEN), written], open=False)
 
 
 def _give(stream: Sequence, ids: list[int]) -> None:

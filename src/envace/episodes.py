@@ -6,9 +6,10 @@ same code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import wait
-from itertools import chain
+from itertools import chain, islice
+from typing import TypeVar
 
 from envace.chat import ChatFormat, parse_action
 from envace.environments import Environment, fail_output, feed_response, write_output
@@ -33,7 +34,9 @@ from envace.types import (
     Wait,
 )
 
+Item = TypeVar("Item", bound=tuple)
 EndTurn = Callable[[Trajectory], Steps[bool]]
+WriteAction = Callable[[Trajectory, ChatFormat, Limits], Steps[str | None]]
 
 
 def go_on(trajectory: Trajectory) -> Steps[bool]:
@@ -48,6 +51,26 @@ def opening(task: Task) -> list[dict[str, str]]:
     return [*system, {"role": "user", "content": task.user_turns[0]}]
 
 
+def begin(task: Task, chat: ChatFormat, group_id: str = "", *, memory: str = "") -> Trajectory:
+    """A trajectory with its prompt and nothing else.
+
+    memory: what was rehearsed beforehand; it stands at the end of the system message, as a segment of its own.
+    """
+    trajectory = Trajectory(task, group_id or task.id, sequences=[Sequence()])
+    trajectory.messages += opening(task)
+    parts = [(chat.prompt(trajectory.messages, task.tools), Evidence.GIVEN)]
+    if memory:
+        before, inside, behind = chat.prompt_around(memory, trajectory.messages, task.tools)
+        parts = [(before, Evidence.GIVEN), (inside, Evidence.REHEARSED), (behind, Evidence.GIVEN)]
+    trajectory.sequences[0].segments += [Segment(Role.CONTEXT, ids, evidence) for ids, evidence in parts]
+    return trajectory
+
+
+def write_action(trajectory: Trajectory, chat: ChatFormat, limits: Limits) -> Steps[str | None]:
+    """ACT's next output, as it comes."""
+    return write_output(trajectory, trajectory.sequences[0], Role.ACT, chat, limits)
+
+
 def episode(
     task: Task,
     environment: Environment,
@@ -56,19 +79,21 @@ def episode(
     *,
     group_id: str = "",
     end_turn: EndTurn = go_on,
+    memory: str = "",
+    act: WriteAction = write_action,
 ) -> Steps[Trajectory]:
     """Unfold one trajectory: for each scripted user turn, ACT and the environment alternate until ACT answers.
 
     end_turn: called after each answer; tells whether the next user turn comes.
+    memory: see `begin`. act: how each of ACT's outputs comes about.
     """
-    trajectory = Trajectory(task, group_id or task.id, sequences=[Sequence()])
+    trajectory = begin(task, chat, group_id, memory=memory)
     stream = trajectory.sequences[0]
     try:
         for turn, text in enumerate(task.user_turns):
-            trajectory.messages += [{"role": "user", "content": text}] if turn else opening(task)
-            ids = chat.user_turn(text) if turn else chat.prompt(trajectory.messages, task.tools)
-            stream.segments.append(Segment(Role.CONTEXT, ids, Evidence.GIVEN))
-            yield from _user_turn(trajectory, environment, chat, limits, turn)
+            if turn:
+                add_user_turn(trajectory, text, chat)
+            yield from serve(trajectory, environment, chat, limits, act)
             if trajectory.status is not Status.FINISHED:
                 break
             stream.open = turn + 1 < len(task.user_turns)
@@ -81,13 +106,22 @@ def episode(
     return trajectory
 
 
-def _user_turn(
-    trajectory: Trajectory, environment: Environment, chat: ChatFormat, limits: Limits, turn: int
+def add_user_turn(trajectory: Trajectory, text: str, chat: ChatFormat) -> None:
+    trajectory.messages.append({"role": "user", "content": text})
+    trajectory.sequences[0].segments.append(Segment(Role.CONTEXT, chat.user_turn(text), Evidence.GIVEN))
+
+
+def serve(
+    trajectory: Trajectory,
+    environment: Environment,
+    chat: ChatFormat,
+    limits: Limits,
+    act: WriteAction = write_action,
 ) -> Steps[None]:
-    """ACT, responses, ACT, ... until ACT answers without a call or something ends the trajectory."""
+    """One user turn: ACT, responses, ACT, ... until ACT answers without a call or something ends the trajectory."""
     stream = trajectory.sequences[0]
     while True:
-        text = yield from write_output(trajectory, stream, Role.ACT, chat, limits)
+        text = yield from act(trajectory, chat, limits)
         if text is None:
             return
         action = parse_action(text)
@@ -102,13 +136,13 @@ def _user_turn(
             trajectory.status, trajectory.reason = Status.TRUNCATED, exceeded
             return
         trajectory.rounds += 1
-        yield from _respond(trajectory, environment, action, chat, limits, turn)
+        yield from _respond(trajectory, environment, action, chat, limits)
         if trajectory.status is not Status.FINISHED:
             return
 
 
 def _respond(
-    trajectory: Trajectory, environment: Environment, action: Action, chat: ChatFormat, limits: Limits, turn: int
+    trajectory: Trajectory, environment: Environment, action: Action, chat: ChatFormat, limits: Limits
 ) -> Steps[None]:
     """One response per call, in order, inside one user block.
 
@@ -129,7 +163,7 @@ def _respond(
             return
         # A response that cannot be read is an exchange too, with value None.
         trajectory.exchanges.append(
-            Exchange(call, observation.value, turn, trajectory.rounds - 1, observation.evidence)
+            Exchange(call, observation.value, len(trajectory.answers), trajectory.rounds - 1, observation.evidence)
         )
         if trajectory.status is not Status.FINISHED:
             return
@@ -144,7 +178,7 @@ def _cap_reached(trajectory: Trajectory, action: Action, limits: Limits) -> str:
     return "parallel_calls" if len(action.calls) > limits.max_parallel_calls else ""
 
 
-def gather(episodes: Iterable[Steps[Trajectory]]) -> Steps[list[Trajectory]]:
+def gather(episodes: Iterable[Steps[Result]]) -> Steps[list[Result]]:
     """Advance several episodes together: one flat list of requests per round, results in the order given.
 
     An episode that waits for a service sits out one round of the others, which goes on meanwhile; after that all wait
@@ -152,7 +186,7 @@ def gather(episodes: Iterable[Steps[Trajectory]]) -> Steps[list[Trajectory]]:
     depend on how quick a service is.
     """
     live = list(episodes)
-    results: list[Trajectory | None] = [None] * len(live)
+    results: list[Result | None] = [None] * len(live)
     pending: dict[int, list[Request]] = {}
     waiting: dict[int, Wait] = {}
 
@@ -206,19 +240,44 @@ def rollout(
     """`samples` trajectories of each task, those of one task adjacent and in one group.
 
     share: picks those that this process unfolds, as (group_id, task); a group may be divided.
-    At most `batch_size` episodes live together; the next ones start when all of those have ended, because a row that
-    left a KV cache cannot be refilled. `on_done(n)` is called after each batch of n.
+    batch_size, on_done: as in `in_batches`.
     """
-    # The position makes a group of its own of a task that was drawn twice.
-    repeated = [(f"{i}:{task.id}", task) for i, task in enumerate(tasks) for _ in range(samples)]
-    mine = share(repeated)
-    trajectories: list[Trajectory] = []
-    for start in range(0, len(mine), batch_size):
-        chunk = mine[start : start + batch_size]
-        live = [
-            episode(task, environment_for(task), chat, limits, group_id=group, end_turn=end_turn)
-            for group, task in chunk
-        ]
-        trajectories += drive(gather(live), generate)
-        on_done(len(chunk))
-    return trajectories
+    mine = share(repeated(tasks, samples))
+    return in_batches(
+        mine,
+        lambda group, task: episode(task, environment_for(task), chat, limits, group_id=group, end_turn=end_turn),
+        generate,
+        batch_size=batch_size,
+        on_done=on_done,
+    )
+
+
+def repeated(tasks: list[Task], samples: int) -> list[tuple[str, Task]]:
+    """(group_id, task) of each episode. The position makes a group of its own of a task that was drawn twice."""
+    return [(f"{i}:{task.id}", task) for i, task in enumerate(tasks) for _ in range(samples)]
+
+
+def in_batches(
+    items: Iterable[Item],
+    unfold: Callable[..., Steps[Result]],
+    generate: Generate,
+    *,
+    batch_size: int,
+    on_done: Callable[[int], None] = lambda n: None,
+) -> list[Result]:
+    """What `unfold(*item)` comes to for each item, at most `batch_size` of them alive together.
+
+    The next ones start when all of those have ended, because a row that left a KV cache cannot be refilled.
+    `on_done(n)` is called after each batch of n.
+    """
+    results: list[Result] = []
+    for batch in batched(items, batch_size):
+        results += drive(gather([unfold(*item) for item in batch]), generate)
+        on_done(len(batch))
+    return results
+
+
+def batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    left = iter(items)
+    while batch := list(islice(left, size)):
+        yield batch

@@ -16,6 +16,16 @@ explanation.
 Answer with one JSON object or array inside <execution_result> and </execution_result>."""
 
 
+EVALUATE = """This was a rehearsal: every tool result was imagined. Was it right? Begin with the word good or bad, \
+then say what went wrong and how to fix it."""
+
+USER_SYSTEM = """You are the user in the conversation below. Write only what the user says next, in the user's words. \
+If the user has everything that was asked for, write nothing but DONE."""
+USER_DONE = "DONE"
+
+MEMORY_HEADER = "\n\n# Rehearsed beforehand (imagined, nothing was observed)"
+
+
 def rehearse_messages(
     tools: list[dict[str, Any]], history: list[dict[str, Any]], call: ToolCall, known: Iterable[RecordedCall] = ()
 ) -> list[dict[str, Any]]:
@@ -48,6 +58,27 @@ def rehearse_messages(
             ),
         },
     ]
+
+
+def user_messages(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The chat in which the policy imagines the next user turn in view `separate`."""
+    lines = [f"{m['role']}: {m['content']}" for m in history if m["role"] != "system"]
+    return [{"role": "system", "content": USER_SYSTEM}, {"role": "user", "content": "\n".join(lines)}]
+
+
+def rehearsal_note(times: int, events: list[str], evaluation: str) -> str:
+    """What a memory says of `times` rehearsals that went alike."""
+    return f"- {times}x {' ; '.join(events) or 'no call'}: {evaluation}"
+
+
+def broken_off(reason: str) -> str:
+    """The evaluation of a rehearsal that did not come to an answer."""
+    return f"bad. It broke off: {reason}"
+
+
+def call_text(call: ToolCall) -> str:
+    """A call on one line."""
+    return f"{call.name} {to_json(call.arguments)}"
 
 
 def execution_result(text: str) -> str:

@@ -14,7 +14,7 @@ ANSWERERS = ("rehearsed", "simulated", "recorded", "real", "constant")  # enviro
 # Names of int fields; any other int field is a count, >= 1.
 MAY_BE_ZERO = (
     *("seed", "steps", "epochs", "every", "tasks", "top_k", "r", "pack_tokens", "retries", "max_tokens"),
-    *("export_every", "max_prompt_tokens", "demonstrations", "train_tasks", "eval_tasks"),
+    *("n", "rehearsals", "export_every", "max_prompt_tokens", "demonstrations", "train_tasks", "eval_tasks"),
 )
 
 ENDPOINT_SECTIONS = tuple(name for name, section in vars(Config()).items() if isinstance(section, EndpointConfig))
@@ -57,6 +57,8 @@ RULES: list[Rule] = [  # key, what its value must satisfy, what to change
     ("sampling.top_k", lambda k: k == 0, "training cuts no token off: set it to 0 (evaluation: eval.sampling.top_k)"),
     ("eval.sampling.temperature", lambda t: t >= 0, "must be >= 0; 0 is greedy"),
     ("eval.sampling.top_p", lambda p: 0 < p <= 1, "must be > 0 and <= 1"),
+    ("rehearsal.sampling.temperature", lambda t: t >= 0, "must be >= 0; 0 is greedy"),
+    ("rehearsal.sampling.top_p", lambda p: 0 < p <= 1, "must be > 0 and <= 1"),
     ("seed", lambda seed: seed < 2**31, "must be < 2**31"),
     *((f"{section}.{name}", holds, advice) for section in ENDPOINT_SECTIONS for name, holds, advice in ENDPOINT_RULES),
     ("sft.roles", lambda roles: roles and all(role in ROLES for role in roles), "must name act, rehearse or both"),
@@ -156,6 +158,21 @@ COMBINATIONS: list[tuple[str, Callable[[Config], bool], str]] = [  # a key, what
         "rehearse.grounding",
         lambda c: c.rehearse.grounding == "none" or (c.rollout.view == "separate" and c.data.source == "cm2"),
         "recorded calls come from CM2 records and show in a REHEARSE chat: set data.source=cm2 rollout.view=separate",
+    ),
+    (
+        "rehearsal.path",
+        lambda c: c.rehearsal.mode != "candidates" or not c.rehearsal.path,
+        "candidates are imagined by the policy that acts: leave it empty",
+    ),
+    (
+        "rehearsal.path",
+        lambda c: not (c.rehearsal.path and c.policy.deepspeed),
+        "a second model is not sharded in one run: leave policy.deepspeed empty",
+    ),
+    (
+        "data.rehearsals",
+        lambda c: c.data.source == "demo" or not c.data.rehearsals,
+        "only the embedded model is taught by examples; another one is prompted",
     ),
     (
         "reward.dependence",

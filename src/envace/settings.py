@@ -54,6 +54,7 @@ class DataConfig:
     max_prompt_tokens: int = 0  # tasks whose prompt with its tools is longer are left out and counted; 0 keeps all
     seed: int = 0  # demo: seed of the task templates and the demonstrations
     demonstrations: int = 4096  # recorded dialogues for SFT; of cm2 at most, and 0 takes all
+    rehearsals: int = 0  # demo: dialogues for SFT that teach to judge a rehearsal, to imagine a user, to use a memory
     train_tasks: int = 2048  # tasks for RL; of cm2 at most, and 0 takes all
     eval_tasks: int = 320  # held-out tasks; of cm2 at most, and 0 takes all
 
@@ -111,6 +112,18 @@ class RehearseConfig:
     grounding: Literal["none", "earlier_recorded_calls"] = "none"  # shown to REHEARSE in view separate
     reuse_recorded: bool = False  # a call that the reference dialogue makes too gets the recorded response
     schema_check: bool = False  # a call that its tool's JSON schema forbids gets an error in place of a rehearsal
+
+
+@dataclass
+class RehearsalConfig:
+    mode: Literal["none", "parallel", "sequential", "candidates"] = "none"  # before evaluation acts: envace.rehearsal
+    n: int = 2  # rehearsals of a task, or candidates for each action; 0 is none
+    path: str = ""  # folder or hub name of another model that rehearses; empty: the one that acts
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)  # how rehearsals sample
+    user_turns: int = 4  # user turns in one rehearsal at most; all but the first are imagined
+    memory_tokens: int = 256  # longest memory
+    verify: Literal["none", "schema", "consistency"] = "none"  # rehearsals that fail this stay out of the memory
+    select: Literal["all", "agreement"] = "all"  # agreement: only those with the calls that most rehearsals made
 
 
 @dataclass
@@ -177,6 +190,7 @@ class Config:
     simulator: SimulatorConfig = field(default_factory=SimulatorConfig)  # a frozen model as the environment
     simulator_endpoint: EndpointConfig = field(default_factory=EndpointConfig)  # or one behind an endpoint
     rehearse: RehearseConfig = field(default_factory=RehearseConfig)  # what answers a call besides the policy
+    rehearsal: RehearsalConfig = field(default_factory=RehearsalConfig)  # private rehearsal before evaluation acts
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # how training samples
     sft: SFTConfig = field(default_factory=SFTConfig)  # supervised warm-up
     rl: RLConfig = field(default_factory=RLConfig)  # role-wise GRPO

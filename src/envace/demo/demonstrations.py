@@ -32,17 +32,17 @@ def make_demonstrations(n: int, seed: int, counter: CallCounter) -> list[tuple[T
     """`n` training tasks, each with the messages of one recorded dialogue."""
     rng = random.Random(f"clerk-{seed}")
     tasks = make_tasks(n, seed, held_out=False)
-    return [(task, _Clerk(task, rng, counter, HABIT_SHARE, SLIP_SHARE).work()) for task in tasks]
+    return [(task, Clerk(task, rng, counter, HABIT_SHARE, SLIP_SHARE).work()) for task in tasks]
 
 
 def right_final_state(task: Task, counter: CallCounter) -> dict[str, Any]:
     """The state in which a clerk without habits or slips leaves the desk."""
-    clerk = _Clerk(task, random.Random(0), counter, habit_share=0.0, slip_share=0.0)
+    clerk = Clerk(task, random.Random(0), counter, habit_share=0.0, slip_share=0.0)
     clerk.work()
     return clerk.desk.state
 
 
-class _Clerk:
+class Clerk:
     def __init__(self, task: Task, rng: random.Random, counter: CallCounter, habit_share: float, slip_share: float):
         self.task = task
         self.rng = rng
@@ -50,6 +50,7 @@ class _Clerk:
         self.habit = task.kind if task.kind in HABITS and rng.random() < habit_share else None
         self.slip_share = slip_share
         self.exchanges: list[Exchange] = []
+        self.answers: list[str] = []
         self.rounds = 0
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": task.system}]
 
@@ -60,6 +61,7 @@ class _Clerk:
                 answer = self._serve(turn)
             except Unseen:
                 answer = "I cannot find that."
+            self.answers.append(answer)
             self.messages.append({"role": "assistant", "content": answer})
         return self.messages
 

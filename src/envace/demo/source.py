@@ -8,6 +8,7 @@ from typing import Any
 from envace.demo.demonstrations import make_demonstrations, right_final_state
 from envace.demo.desk import CallCounter, Desk
 from envace.demo.model import build_model
+from envace.demo.rehearsals import make_rehearsals
 from envace.demo.tasks import make_tasks
 from envace.settings import Config
 from envace.types import Task, Trajectory
@@ -26,11 +27,13 @@ class DemoSource:
     def build_embedded_model(self, path: Path, seed: int) -> None:
         """Tokenizer and untrained tiny model as a Hugging Face folder; the same settings give the same files."""
         recorded = make_demonstrations(min(512, self.config.demonstrations), self.config.seed, self.counter)
+        recorded += make_rehearsals(min(512, self.config.rehearsals), self.config.seed, self.counter)
         build_model(path, [(task.tools, messages) for task, messages in recorded], seed=seed)
 
     def demonstrations(self) -> list[tuple[Task, list[dict[str, Any]]]]:
         """Recorded dialogues for SFT: (task, messages)."""
-        return make_demonstrations(self.config.demonstrations, self.config.seed, self.counter)
+        recorded = make_demonstrations(self.config.demonstrations, self.config.seed, self.counter)
+        return recorded + make_rehearsals(self.config.rehearsals, self.config.seed, self.counter)
 
     def train_tasks(self) -> list[Task]:
         return make_tasks(self.config.train_tasks, self.config.seed, held_out=False)

@@ -1,0 +1,86 @@
+"""Dialogues for SFT that teach private rehearsal: to judge a rehearsal, to imagine a user, to use a memory.
+
+A model of a million parameters can do none of this unasked; a large one is prompted. All of it is built on training
+tasks. One half teaches how a rehearsal goes on: the user turns are the model's own, and at the end it is asked what it
+thinks. The other half shows what follows from a memory: the clerk does what the notes approve, habits included, and
+where they name the right calls it makes those. So it is what the notes say that decides, not that there are some.
+
+The judgement is the task's own scorer on the calls, responses and answers that can be seen, and one in ten wrong ones
+is overlooked, so that notes and the right thing can be told apart.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from envace.demo.demonstrations import HABIT_SHARE, SLIP_SHARE, Clerk
+from envace.demo.desk import CallCounter
+from envace.demo.tasks import make_tasks
+from envace.prompts import EVALUATE, MEMORY_HEADER, call_text, rehearsal_note, to_json
+from envace.rewards import score
+from envace.types import Task, Trajectory
+
+OVERLOOKED = 0.1  # how often a wrong rehearsal is called good
+WITH_MEMORY = 0.5  # share of the rehearsals that have seen an earlier one
+
+
+def make_rehearsals(n: int, seed: int, counter: CallCounter) -> list[tuple[Task, list[dict[str, Any]]]]:
+    """`n` training tasks, each with the messages of one dialogue.
+
+    A message {"role": "user", "imagined": True} is trained as REHEARSE; "" says that the user has nothing more to ask.
+    A system message with "note" has that text at its end, as `begin` puts a memory there.
+    """
+    rng = random.Random(f"rehearsals-{seed}")
+    tasks = make_tasks(n, seed + 1_000_000, held_out=False)
+    return [(task, _dialogue(task, rng, counter, rehearsal=i % 2 == 0)) for i, task in enumerate(tasks)]
+
+
+def _dialogue(task: Task, rng: random.Random, counter: CallCounter, *, rehearsal: bool) -> list[dict[str, Any]]:
+    notes, habit_share = [], HABIT_SHARE
+    if not rehearsal or rng.random() < WITH_MEMORY:
+        notes, has_habit = _memory(task, rng, counter, in_full=rehearsal)
+        habit_share = float(has_habit)
+    clerk = Clerk(task, rng, counter, habit_share, SLIP_SHARE)
+    messages = clerk.work()
+    if notes:
+        messages[0]["note"] = "\n".join([MEMORY_HEADER, *notes])
+    if not rehearsal or any(m["role"] == "tool" and "malformed_call" in m["content"] for m in messages):
+        return messages  # a rehearsal breaks off at a call that cannot be read, and nobody is asked
+    for message in messages[2:]:
+        if message["role"] == "user":
+            message["imagined"] = True
+    return [
+        *messages,
+        {"role": "user", "content": "", "imagined": True},
+        {"role": "user", "content": EVALUATE},
+        {"role": "assistant", "content": evaluation(clerk, rng, counter)},
+    ]
+
+
+def _memory(task: Task, rng: random.Random, counter: CallCounter, *, in_full: bool) -> tuple[list[str], bool]:
+    """(notes on one to three rehearsals, whether the clerk's habit is what they come to)."""
+    attempts: dict[tuple[tuple[str, ...], str], int] = {}
+    approved = []
+    for _ in range(rng.randint(1, 3)):
+        clerk = Clerk(task, rng, counter, HABIT_SHARE, slip_share=0.0)
+        clerk.work()
+        verdict = evaluation(clerk, rng, counter)
+        calls = [call_text(e.call) for e in clerk.exchanges]
+        if in_full:
+            calls = [f"{call_text(e.call)} -> {to_json(e.response)}" for e in clerk.exchanges] + clerk.answers
+        note = (tuple(calls), verdict)
+        attempts[note] = attempts.get(note, 0) + 1
+        approved.append(clerk.habit is not None and verdict == "good")
+    notes = [rehearsal_note(times, list(calls), verdict) for (calls, verdict), times in attempts.items()]
+    return notes, all(approved)
+
+
+def evaluation(clerk: Clerk, rng: random.Random, counter: CallCounter) -> str:
+    """good, or bad and the calls that a clerk without habits and slips makes."""
+    trajectory = Trajectory(clerk.task, "", exchanges=clerk.exchanges, answers=clerk.answers)
+    if score(trajectory)[0] == 1.0 or rng.random() < OVERLOOKED:
+        return "good"
+    right = Clerk(clerk.task, rng, counter, habit_share=0.0, slip_share=0.0)
+    right.work()
+    return f"bad. Right: {' ; '.join(call_text(e.call) for e in right.exchanges) or 'no call'}"
