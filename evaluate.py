@@ -5,23 +5,33 @@
 Writes <run_dir>/evaluation.json: real success with a 95% bootstrap interval over tasks, greedy success, right final
 states, rehearsed success with its interval, imagination gap, rehearsal fidelity by round, real success by number of
 rounds (with the number of runs), success by kind, and the success of every task.
+With rehearsal.mode=parallel, sequential or candidates: private rehearsals, then one real execution of each run; the
+file then has real success with its interval, what failed on the way, what the rehearsals were worth and what they cost.
 Data without an executable environment (CM2) has rehearsed runs only, and the interval is of rehearsed success.
 """
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from envace.committed import rehearse_and_execute, results_of
 from envace.data import ExecutableSource, Source, open_source, tasks_within
-from envace.evaluation import assign_rewards, evaluate_team, success, success_by_rounds, success_by_task, unfold
-from envace.metrics import bootstrap_ci
+from envace.evaluation import (
+    assign_rewards,
+    by_kind,
+    evaluate_team,
+    interval,
+    success,
+    success_by_rounds,
+    success_by_task,
+    unfold,
+)
 from envace.services import Services
 from envace.settings import Config, SamplingConfig
-from envace.team import Team, evaluation_team
+from envace.team import Team, evaluation_team, rehearsing_team
 from envace.tracking import Tracker, run, without_nan
 from envace.types import Task, Trajectory, UserError
 
@@ -34,7 +44,8 @@ def main(config: Config) -> dict[str, Any]:
         with Tracker(
             config.run_dir, config, name="evaluation", total_steps=1, decode=policy.decode, enabled=policy.is_main
         ) as tracker:
-            results = evaluate(team, config, source, services, tracker)
+            how = evaluate if config.rehearsal.mode == "none" else evaluate_with_rehearsal
+            results = how(team, config, source, services, tracker)
             tracker.log(0, {f"eval/{key}": value for key, value in results.items() if isinstance(value, float)})
     if policy.is_main:
         path = Path(config.run_dir) / "evaluation.json"
@@ -42,11 +53,36 @@ def main(config: Config) -> dict[str, Any]:
     return results
 
 
-def evaluate(team: Team, config: Config, source: Source, services: Services, tracker: Tracker) -> dict[str, Any]:
-    policy = team.lead
-    tasks = tasks_within(source.eval_tasks(), policy.chat, config.data.max_prompt_tokens)[: config.eval.tasks or None]
+def held_out(team: Team, config: Config, source: Source) -> list[Task]:
+    tasks = tasks_within(source.eval_tasks(), team.lead.chat, config.data.max_prompt_tokens)
     if not tasks:
         raise UserError("there are no held-out tasks: set data.eval_path")
+    return tasks[: config.eval.tasks or None]
+
+
+def evaluate_with_rehearsal(
+    team: Team, config: Config, source: Source, services: Services, tracker: Tracker
+) -> dict[str, Any]:
+    """Private rehearsals, then one real execution of each run; see `envace.committed`."""
+    if not isinstance(source, ExecutableSource):
+        raise UserError("rehearsal.mode prepares a real execution, and this data has no executable environment")
+    tasks = held_out(team, config, source)
+    rehearsing = rehearsing_team(team, config)
+    with tracker.progress(len(tasks) * config.eval.samples, "execute") as bar:
+        runs = rehearse_and_execute(team, rehearsing, tasks, config, source, services, on_done=bar.update)
+    tracker.trajectories(0, "rehearsal", [rehearsal.trajectory for rehearsal in runs.rehearsals])
+    tracker.trajectories(0, "committed", runs.trajectories)
+    return {
+        "model": config.model.path,
+        "tasks": len(tasks),
+        "samples": config.eval.samples,
+        **results_of(runs, config, source, team.lead.chat.encode),
+    }
+
+
+def evaluate(team: Team, config: Config, source: Source, services: Services, tracker: Tracker) -> dict[str, Any]:
+    policy = team.lead
+    tasks = held_out(team, config, source)
     samples = config.eval.samples
     is_executable = isinstance(source, ExecutableSource)
     with tracker.progress(len(tasks) * (2 * samples + 1 if is_executable else samples), "evaluate") as bar:
@@ -72,11 +108,6 @@ def evaluate(team: Team, config: Config, source: Source, services: Services, tra
         "by_kind": by_kind(runs),
         "success_by_task": by_task,
     }
-
-
-def interval(by_task: list[float | None]) -> tuple[float, float]:
-    known = [value for value in by_task if value is not None]
-    return bootstrap_ci(known) if known else (float("nan"), float("nan"))
 
 
 def real_results(metrics: dict[str, float], unfolded: dict[str, list[Trajectory]], samples: int) -> dict[str, Any]:
@@ -116,13 +147,6 @@ def greedy_runs(
     )
     assign_rewards(trajectories, config.reward.name)
     return team.lead.gather(trajectories)
-
-
-def by_kind(trajectories: list[Trajectory]) -> dict[str, float]:
-    kinds = defaultdict(list)
-    for trajectory in trajectories:
-        kinds[trajectory.task.kind].append(trajectory)
-    return {kind: success(group) for kind, group in sorted(kinds.items())}
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ Data without an executable environment (CM2) has only what rehearsal tells: rehe
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from statistics import fmean
 from typing import Any
@@ -23,7 +24,7 @@ from envace.data import ExecutableSource, Source
 from envace.environments import Constant, Environment, Real, Recorded, Rehearsed, Remote, SchemaCheck, Simulated
 from envace.episodes import rollout
 from envace.filters import FILTERS
-from envace.metrics import fidelity_shares, gap_growth, is_reward_hacking, rehearsal_fidelity
+from envace.metrics import bootstrap_ci, fidelity_shares, gap_growth, is_reward_hacking, rehearsal_fidelity
 from envace.policy import Policy
 from envace.prompts import not_recorded_error
 from envace.rewards import REWARDS
@@ -238,6 +239,18 @@ def success_by_rounds(trajectories: list[Trajectory]) -> dict[str, tuple[float, 
         if trajectory.reward is not None:
             groups.setdefault(trajectory.rounds, []).append(trajectory)
     return {str(rounds): (success(groups[rounds]), len(groups[rounds])) for rounds in sorted(groups)}
+
+
+def interval(by_task: list[float | None]) -> tuple[float, float]:
+    known = [value for value in by_task if value is not None]
+    return bootstrap_ci(known) if known else (float("nan"), float("nan"))
+
+
+def by_kind(trajectories: list[Trajectory]) -> dict[str, float]:
+    kinds = defaultdict(list)
+    for trajectory in trajectories:
+        kinds[trajectory.task.kind].append(trajectory)
+    return {kind: success(group) for kind, group in sorted(kinds.items())}
 
 
 def known_pairs(after: list[float | None], before: list[float | None]) -> tuple[list[float], list[float]]:

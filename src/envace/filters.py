@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from envace.metrics import is_error
 from envace.schemas import call_error
 from envace.types import Evidence, Exchange, Trajectory, canonical_json
 
@@ -43,11 +44,6 @@ def _problem(tools: list[dict[str, Any]], exchange: Exchange, before: Exchange |
     shared = call.arguments.keys() & response.keys() if isinstance(response, dict) else ()
     differing = [name for name in sorted(shared) if not _equal(call.arguments[name], response[name])]
     return f"{differing[0]} differs from the argument" if differing else ""
-
-
-def is_error(response: Any) -> bool:
-    """Whether a response is an object with a key that says error."""
-    return isinstance(response, dict) and any(key.startswith("error") for key in response)
 
 
 def _equal(a: Any, b: Any) -> bool:

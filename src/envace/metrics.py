@@ -117,6 +117,42 @@ def fidelity_shares(counts: Iterable[tuple[int, tuple[int, int]]]) -> dict[int, 
     return {number: equal[number] / total[number] if total[number] else float("nan") for number in sorted(total)}
 
 
+def execution_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    """How smoothly runs went, as means over trajectories.
+
+    failed_calls: calls that were answered with an error. recovery_rounds: rounds of calls behind the first failed call
+    of a user turn. void_writes: calls that change something (`read_tools` of the goal names those that do not) and
+    failed, or that had been made with success before. rounds: of calls.
+    """
+    counts = [_execution(trajectory) for trajectory in trajectories]
+    names = ("failed_calls", "recovery_rounds", "void_writes")
+    means = {name: _mean(count[i] for count in counts) for i, name in enumerate(names)}
+    return means | {"rounds": _mean(t.rounds for t in trajectories)}
+
+
+def _execution(trajectory: Trajectory) -> tuple[int, int, int]:
+    failed, recovery, void = 0, set(), 0
+    failed_in: dict[int, int] = {}  # turn -> the round of its first failed call
+    done: set[str] = set()
+    for exchange in trajectory.exchanges:
+        if exchange.round > failed_in.get(exchange.turn, exchange.round):
+            recovery.add(exchange.round)
+        is_write = exchange.call.name not in trajectory.task.goal.read_tools
+        if is_error(exchange.response):
+            failed += 1
+            failed_in.setdefault(exchange.turn, exchange.round)
+            void += is_write
+        elif is_write:
+            void += exchange.call.key() in done
+            done.add(exchange.call.key())
+    return failed, len(recovery), void
+
+
+def is_error(response: Any) -> bool:
+    """Whether a response is an object with a key that says error."""
+    return isinstance(response, dict) and any(key.startswith("error") for key in response)
+
+
 def gap_growth(rehearsed: list[float], real: list[float]) -> float:
     """How much rehearsed minus real success grew from the first to the last of some evaluations in a row."""
     return (rehearsed[-1] - real[-1]) - (rehearsed[0] - real[0])

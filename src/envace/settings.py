@@ -123,6 +123,7 @@ class RehearsalConfig:
     user_turns: int = 4  # user turns in one rehearsal at most; all but the first are imagined
     memory_tokens: int = 256  # longest memory
     verify: Literal["none", "schema", "consistency"] = "none"  # rehearsals that fail this stay out of the memory
+    shuffle: bool = False  # a control: each run gets the memory of another task
     select: Literal["all", "agreement"] = "all"  # agreement: only those with the calls that most rehearsals made
 
 

@@ -157,6 +157,15 @@ def evaluation_team(config: Config) -> Team:
     return _team(config, lambda path: _frozen(config, path))
 
 
+def rehearsing_team(team: Team, config: Config) -> Team:
+    """Who rehearses before `team` acts: itself, or the model of rehearsal.path in both roles."""
+    path = config.rehearsal.path
+    if not path:
+        return team
+    policy = _frozen(config, path)
+    return Team({Role.ACT: policy, Role.REHEARSE: policy}, [], {})
+
+
 def _team(config: Config, load: Callable[[str], Policy]) -> Team:
     writers, players = TEAMS[config.rl.team](config, load)
     if config.simulator.path:
