@@ -26,7 +26,7 @@ IN_PARALLEL := --numprocesses 2 --dist loadfile
 STAMP := .venv/installed-$(shell cat requirements.txt pyproject.toml | sha256sum | cut -c1-16)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo ablations dynamics test test-fast sft rl eval doctor merge lint
+.PHONY: help setup demo ablations dynamics tts test test-fast sft rl eval doctor merge lint
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ ablations: $(STAMP)  ## every variant against EnvACE, goes on where it stopped (
 
 dynamics: $(STAMP)  ## evaluate the models that a training exported, over its steps (CONFIG=... ARGS="...")
 	@$(VENV) -m envace.dynamics --config $(CONFIG) $(ARGS)
+
+tts: $(STAMP)  ## private rehearsal at test time: modes, numbers, who rehearses (ARGS="--numbers 0,2,4"; QUICK=1)
+	@$(VENV) -m envace.tts $(if $(QUICK),--quick) $(ARGS)
 
 test: $(STAMP)  ## every test
 	@$(VENV) -m pytest $(IN_PARALLEL)

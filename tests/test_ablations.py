@@ -31,9 +31,9 @@ from envace.ablations.runs import (
     training_costs,
     variants,
     with_warm_ups,
-    write_record,
 )
 from envace.config import ConfigError, load_config, settings_of
+from envace.records import write_record
 from envace.report import ablations as report
 from envace.report.ablations import difference, statement, summarise, t_interval, table, write_report
 from envace.types import UserError
@@ -314,7 +314,7 @@ def test_a_record_is_whole_or_absent_and_strict_json(made, monkeypatch):
     run.run_dir.mkdir(parents=True)
     monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        write_record(run, evaluation=evaluation([1.0]))
+        write_record(run.record, run.settings(), evaluation=evaluation([1.0]))
     assert not is_done(run) and recorded(False) == []
     monkeypatch.undo()
 

@@ -20,7 +20,7 @@ LAYERS = [
     {"episodes", "demonstrations"},
     {"rehearsal", "generation", "demo", "cm2"},
     {"policy", "data", "verdicts", "tracking", "report", "judge", "simulator", "services", "team", "benchmarks"},
-    {"evaluation", "committed", "doctor", "launch", "merge", "ablations", "dynamics"},
+    {"evaluation", "committed", "doctor", "launch", "merge", "ablations", "dynamics", "tts", "records"},
     {"entry point"},
 ]
 LAYER = {module: height for height, layer in enumerate(LAYERS) for module in layer}

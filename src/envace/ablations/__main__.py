@@ -18,9 +18,10 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children
 
-from envace.ablations.runs import ROOTS, Run, WarmUp, is_done, plan, read_record, recorded, with_warm_ups
+from envace.ablations.runs import ROOTS, Run, WarmUp, is_done, plan, recorded, with_warm_ups
 from envace.ablations.workers import do, workers
 from envace.config import ConfigError
+from envace.records import read_record
 from envace.report.ablations import MOST_SEEDS, write_report
 from envace.tracking import setup_logging
 from envace.types import UserError
@@ -94,7 +95,7 @@ def finish(future: Future[str], work: Run | WarmUp) -> str:
 
 def report(quick: bool) -> None:
     """Of all runs that are done, those of earlier calls included."""
-    if records := [read_record(run) for run in recorded(quick)]:
+    if records := [read_record(run.record) for run in recorded(quick)]:
         write_report(records, ROOTS[quick], quick=quick)
 
 

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from envace import records
 from envace.checkpoints import FREE, OTHER_STAGE
 from envace.config import ConfigError, load_config, settings_of
 from envace.settings import Config
-from envace.tracking import without_nan
-from envace.types import UserError
 
 CONFIGS = Path("configs/ablations")
 BASE = "configs/demo.yaml"
@@ -150,11 +149,6 @@ class Run:
         return load_config(str(CONFIGS / f"{self.variant}.yaml"), own)
 
 
-@cache
-def _defaults() -> dict[str, Any]:
-    return json.loads(json.dumps(settings_of(load_config(None, ["model.path="]))))
-
-
 def _common(seed: int, quick: bool) -> list[str]:
     return [f"seed={seed}", f"data.seed={seed}", "checkpoint.resume=true", *(QUICK if quick else ())]
 
@@ -193,39 +187,8 @@ def recorded(quick: bool) -> list[Run]:
 
 
 def is_done(work: Run | WarmUp) -> bool:
-    """Whether its record exists. Raises UserError if that was made with other settings than it would have now.
-
-    A setting that came since had its default then: the rule for a new one is that its default changes nothing.
-    """
-    if not work.record.exists():
-        return False
-    before = json.loads(work.record.read_text(encoding="utf-8"))["settings"]
-    now = json.loads(json.dumps(work.settings()))
-    differing = [
-        f"{stage} {key}={was.get(key)}, now it is {now[stage].get(key)}"
-        for stage in now
-        for was in [_defaults() | before[stage]]
-        for key in sorted(before[stage].keys() | now[stage].keys())
-        if was.get(key) != now[stage].get(key)
-    ]
-    if differing:
-        more = f" ({len(differing) - 1} more differ)" if len(differing) > 1 else ""
-        raise UserError(
-            f"{work.record} was made with {differing[0]}{more}: restore the settings, or delete {work.run_dir}"
-        )
-    return True
-
-
-def write_record(work: Run | WarmUp, **found: Any) -> None:
-    """The record that says that it is done; complete or absent."""
-    partial = work.record.with_suffix(".partial")
-    text = json.dumps(without_nan({"settings": work.settings(), **found}), indent=2, ensure_ascii=False)
-    partial.write_text(text + "\n", encoding="utf-8")
-    partial.replace(work.record)
-
-
-def read_record(work: Run) -> dict[str, Any]:
-    return json.loads(work.record.read_text(encoding="utf-8"))
+    """Whether its record exists. Raises UserError if that was made with other settings than it would have now."""
+    return records.is_done(work.record, work.settings())
 
 
 def training_costs(run_dir: Path) -> dict[str, float]:

@@ -13,7 +13,8 @@ import torch
 import evaluate
 import train_rl
 import train_sft
-from envace.ablations.runs import Run, WarmUp, training_costs, write_record
+from envace.ablations.runs import Run, WarmUp, training_costs
+from envace.records import write_record
 from envace.tracking import setup_logging
 
 
@@ -41,10 +42,10 @@ def do(work: Run | WarmUp, jobs: int) -> str:
     with work.console.open("a", buffering=1, encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
         if isinstance(work, WarmUp):
             train_sft.main(work.training)
-            write_record(work)
+            write_record(work.record, work.settings())
             return "done"
         train_rl.main(work.training)
         evaluation = evaluate.main(work.evaluation)
-        costs = training_costs(work.run_dir)
-        write_record(work, variant=work.variant, seed=work.seed, jobs=jobs, training=costs, evaluation=evaluation)
+        found = {"variant": work.variant, "seed": work.seed, "jobs": jobs, "evaluation": evaluation}
+        write_record(work.record, work.settings(), **found, training=training_costs(work.run_dir))
         return f"real success {evaluation['real_success']:.3f}"
