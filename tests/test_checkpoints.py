@@ -33,7 +33,7 @@ from envace.batching import Row
 from envace.checkpoints import CheckpointError, Checkpoints, complete, latest, publish
 from envace.config import load_config
 from envace.data import Sampler
-from envace.demo.demonstrations import _Clerk, make_demonstrations
+from envace.demo.demonstrations import Clerk, make_demonstrations
 from envace.demo.desk import CallCounter
 from envace.demo.model import build_model
 from envace.demo.source import DemoSource
@@ -74,7 +74,7 @@ class ByHeart(Numbered):
     """Its only dialogue is the one about that task."""
 
     def demonstrations(self):
-        clerk = _Clerk(self.task, random.Random(0), self.counter, habit_share=0.0, slip_share=0.0)
+        clerk = Clerk(self.task, random.Random(0), self.counter, habit_share=0.0, slip_share=0.0)
         return [(self.task, clerk.work())] * self.config.demonstrations
 
 

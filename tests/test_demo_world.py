@@ -269,7 +269,7 @@ class Recording:
     """A recorded dialogue, and how its outputs score on the real desk. Without one, a flawless clerk works."""
 
     def __init__(self, task, messages=None):
-        clerk = demonstrations._Clerk(task, random.Random(0), CallCounter(), habit_share=0.0, slip_share=0.0)
+        clerk = demonstrations.Clerk(task, random.Random(0), CallCounter(), habit_share=0.0, slip_share=0.0)
         self.task, self.desk, self.messages = task, clerk.desk, messages or clerk.work()
         self.outputs = [m["content"] for m in self.messages if m["role"] == "assistant"]
 

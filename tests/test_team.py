@@ -16,7 +16,7 @@ import train_sft
 from envace import data, rewards
 from envace.config import load_config
 from envace.data import open_source
-from envace.demo.demonstrations import _Clerk, make_demonstrations
+from envace.demo.demonstrations import Clerk, make_demonstrations
 from envace.demo.desk import TOOLS, CallCounter
 from envace.demo.model import build_model
 from envace.demo.source import DemoSource
@@ -265,7 +265,7 @@ class OneTask(DemoSource):
     task = make_task("status", "one", random.Random(0), held_out=False)
 
     def demonstrations(self):
-        clerk = _Clerk(self.task, random.Random(0), self.counter, habit_share=0.0, slip_share=0.0)
+        clerk = Clerk(self.task, random.Random(0), self.counter, habit_share=0.0, slip_share=0.0)
         return [(self.task, clerk.work())] * self.config.demonstrations
 
     def train_tasks(self):

@@ -22,7 +22,7 @@ from envace.advantages import rolewise_advantages
 from envace.batching import output_table
 from envace.checkpoints import CheckpointError, exports
 from envace.config import load_config
-from envace.demo.demonstrations import _Clerk, make_demonstrations
+from envace.demo.demonstrations import Clerk, make_demonstrations
 from envace.demo.desk import CallCounter
 from envace.demo.model import build_model
 from envace.demo.source import DemoSource
@@ -49,7 +49,7 @@ class OneTask(DemoSource):
     task = make_task("status", "one", random.Random(0), held_out=False)
 
     def demonstrations(self):
-        clerk = _Clerk(self.task, random.Random(0), self.counter, habit_share=0.0, slip_share=0.0)
+        clerk = Clerk(self.task, random.Random(0), self.counter, habit_share=0.0, slip_share=0.0)
         return [(self.task, clerk.work())] * self.config.demonstrations
 
     def train_tasks(self):
