@@ -93,8 +93,11 @@ def rows_of(modes: list[str], numbers: list[int]) -> list[Row]:
 
 
 def sweep(rows: list[Row], tasks: int, samples: int, seed: int, *, quick: bool) -> None:
+    """Train where there is no model, then make each row that is not done. Raises ConfigError, UserError."""
     root = ROOTS[quick] / f"seed{seed}"
     common = [f"seed={seed}", f"data.seed={seed}", "checkpoint.resume=true", *(QUICK if quick else ())]
+    sizes = [f"eval.tasks={tasks}", f"eval.samples={samples}"]  # checked before anything is trained
+    load_config(CONFIG, [*common, *sizes, "model.path="])
     base = load_config(CONFIG, [*common, f"run_dir={root}", f"model.path={root / 'base'}"])
     train(base, root)
     done = []
