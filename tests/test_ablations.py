@@ -21,7 +21,9 @@ import train_rl
 import train_sft
 from envace.ablations import __main__ as runner
 from envace.ablations.runs import (
+    COMPARED,
     CORE,
+    REMEDIES,
     ROOTS,
     Run,
     WarmUp,
@@ -167,8 +169,9 @@ def folders(stages, stage):
 
 def test_the_core_comes_seed_by_seed_and_then_every_other_variant_once():
     runs = [(run.variant, run.seed) for run in plan(2)]
-    others = sorted(DIFFERENCES.keys() - set(CORE), key=lambda variant: (variant != "separate_view", variant))
-    assert runs == [*((v, s) for s in (0, 1) for v in CORE), *((v, 0) for v in others)]
+    others = sorted(DIFFERENCES.keys() - set(COMPARED), key=lambda variant: (variant != "separate_view", variant))
+    compared = [(variant, seed) for group in (CORE, REMEDIES) for seed in (0, 1) for variant in group]
+    assert runs == [*compared, *((v, 0) for v in others)]
     assert CORE == ("envace", "grpo", "per_role_policy", "shared_baseline", "constant_response")
     assert [(run.variant, run.seed) for run in plan(2, only=("no_kl", "grpo"))] == [
         ("grpo", 0),
@@ -207,7 +210,7 @@ def test_where_a_variant_starts_and_what_is_evaluated(made):
     for variant in DIFFERENCES:
         config, run_dir = training[variant], f"{root}/{variant}/seed0"
         assert config.model.path == starts.get(variant, f"{root}/sft/seed0/sft")
-        assert config.rl.steps == (30 if variant in CORE else 10)
+        assert config.rl.steps == (30 if variant in COMPARED else 10)
         assert config.checkpoint.every == 10
         assert config.simulator.path == (f"{root}/sft/seed0/sft" if variant == "grpo" else "")
         config = evaluated[variant]
@@ -521,9 +524,21 @@ def against(ours, theirs):
 @pytest.mark.parametrize(
     ("ours", "theirs", "expected"),
     [
-        ([0.5, 0.25], [0.75, 0.5], "better, significant: +25.0 points of real success [+25.0, +25.0], by seed +25.0;"),
-        ([0.75, 0.5], [0.5, 0.25], "worse, significant: -25.0 points of real success [-25.0, -25.0], by seed -25.0;"),
-        ([0.75, 0.5], [0.75, 0.5], "not significant: +0.0 points of real success [+0.0, +0.0], by seed +0.0;"),
+        (
+            [0.5, 0.25],
+            [0.75, 0.5],
+            "better, significant over tasks: +25.0 points of real success [+25.0, +25.0], by seed +25.0;",
+        ),
+        (
+            [0.75, 0.5],
+            [0.5, 0.25],
+            "worse, significant over tasks: -25.0 points of real success [-25.0, -25.0], by seed -25.0;",
+        ),
+        (
+            [0.75, 0.5],
+            [0.75, 0.5],
+            "not significant over tasks: +0.0 points of real success [+0.0, +0.0], by seed +0.0;",
+        ),
     ],
 )
 def test_the_sentence_for_a_win_a_loss_and_a_tie(ours, theirs, expected):
@@ -535,7 +550,7 @@ def test_a_difference_within_chance_is_not_significant_whichever_way_it_points()
     for ours, theirs in (([1.0, 0.0], [0.0, 0.9]), ([0.0, 0.9], [1.0, 0.0])):
         found = against(ours, theirs)
         assert not found["grpo"]["difference"]["significant"]
-        assert statement("grpo", found).startswith("EnvACE against grpo: not significant: ")
+        assert statement("grpo", found).startswith("EnvACE against grpo: not significant over tasks: ")
 
 
 def test_what_was_not_run_is_said_to_be_not_measured():
@@ -551,6 +566,10 @@ def test_a_difference_pairs_tasks_of_the_same_seed_and_refuses_other_tasks():
     theirs = [result("envace", 0, [0.0, 0.0]), result("envace", 1, [1.0, 1.0]), result("envace", 2, [0.0, 0.0])]
     found = difference(ours, theirs)
     assert found["by_seed"] == {0: 0.5, 1: -0.5} and found["mean"] == 0
+    assert found["seeds_interval"] == pytest.approx((-12.706 / 2, 12.706 / 2))
+    assert "by seed -50.0, +50.0, their mean within [-635.3, +635.3]; the paper" in statement(
+        "grpo", {"grpo": {"difference": found}}
+    )
     with pytest.raises(ValueError):
         difference([result("grpo", 0, [1.0])], [result("envace", 0, [1.0, 1.0])])
 
@@ -579,5 +598,5 @@ def test_the_report_is_three_files(tmp_path):
 
 
 def test_the_core_comes_first_in_every_list(folder):
-    assert variants()[:5] == list(CORE) and sorted(variants()) == sorted(DIFFERENCES)
+    assert variants()[:8] == list(COMPARED) and sorted(variants()) == sorted(DIFFERENCES)
     assert Run("envace", 3).run_dir == Path("runs/ablations/envace/seed3")

@@ -1,9 +1,10 @@
 """Which runs the ablations consist of, with which settings, and which of them are done.
 
-A variant is a file in configs/ablations. Those of CORE run with every seed and the budget of configs/demo.yaml; every
-other one runs once and shorter, which shows that it works and not what it is worth. All runs of a seed start from the
-same SFT. What each leaves in its folder <root>/<variant>/seed<k> is what train_rl.py and evaluate.py write, and
-result.json: its settings and what the report needs of it.
+A variant is a file in configs/ablations. Those of CORE run with every seed and the budget of configs/demo.yaml, and so
+do those of REMEDIES, which might mend what rehearsal gets wrong; every other one runs once and shorter, which shows
+that it works and not what it is worth. All runs of a seed start from the same SFT. What each leaves in its folder
+<root>/<variant>/seed<k> is what train_rl.py and evaluate.py write, and result.json: its settings and what the report
+needs of it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ CONFIGS = Path("configs/ablations")
 BASE = "configs/demo.yaml"
 ROOTS = {False: Path("runs/ablations"), True: Path("runs/ablations_quick")}  # by whether it is quick
 CORE = ("envace", "grpo", "per_role_policy", "shared_baseline", "constant_response")
+REMEDIES = ("mixed_10", "verifier_filter", "act_only")
+COMPARED = (*CORE, *REMEDIES)
 FROM_BASE = ("no_sft",)  # these start from the model that SFT starts from
 SMOKE = ("rl.steps=10",)
 # So little SFT that nothing is solved, and just enough that most episodes have a call that is answered.
@@ -144,7 +147,7 @@ class Run:
     @cached_property
     def _written(self) -> Config:
         """What its file says, with this run's seed, budget and folder."""
-        shorter = () if self.quick or self.variant in CORE else SMOKE
+        shorter = () if self.quick or self.variant in COMPARED else SMOKE
         own = [*_common(self.seed, self.quick), *shorter, f"run_dir={self.run_dir}"]
         return load_config(str(CONFIGS / f"{self.variant}.yaml"), own)
 
@@ -154,9 +157,9 @@ def _common(seed: int, quick: bool) -> list[str]:
 
 
 def variants() -> list[str]:
-    """The core ones first, in their order, then the others by name."""
+    """Those that are compared first, in their order, then the others by name."""
     names = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-    return [*CORE, *(name for name in names if name not in CORE)]
+    return [*COMPARED, *(name for name in names if name not in COMPARED)]
 
 
 def plan(seeds: int, *, quick: bool = False, only: tuple[str, ...] = ()) -> list[Run]:
@@ -166,11 +169,11 @@ def plan(seeds: int, *, quick: bool = False, only: tuple[str, ...] = ()) -> list
     """
     if unknown := [name for name in only if name not in variants()]:
         raise ConfigError(f"there is no variant {unknown[0]!r}: choose from {', '.join(variants())}")
-    core = [Run(variant, seed, quick) for seed in range(seeds) for variant in CORE]
-    others = [Run(variant, 0, quick) for variant in variants() if variant not in CORE]
+    compared = [Run(variant, seed, quick) for group in (CORE, REMEDIES) for seed in range(seeds) for variant in group]
+    others = [Run(variant, 0, quick) for variant in variants() if variant not in COMPARED]
     # Long warm-ups of their own first, so that the last hour has enough to do for all workers.
     others.sort(key=lambda run: run.warm_up.view == "shared")
-    return [run for run in (*core, *others) if not only or run.variant in only]
+    return [run for run in (*compared, *others) if not only or run.variant in only]
 
 
 def with_warm_ups(runs: list[Run]) -> list[Run | WarmUp]:

@@ -89,8 +89,13 @@ def difference(runs: list[dict[str, Any]], reference: list[dict[str, Any]]) -> d
     if not ours:
         return None
     low, high = bootstrap_ci(ours, theirs)
-    mean = fmean(ours) - fmean(theirs)
-    return {"mean": mean, "interval": [low, high], "by_seed": by_seed, "significant": low > 0 or high < 0}
+    return {
+        "mean": fmean(ours) - fmean(theirs),
+        "interval": [low, high],
+        "significant": low > 0 or high < 0,
+        "by_seed": by_seed,
+        "seeds_interval": t_interval(list(by_seed.values())),
+    }
 
 
 def statement(variant: str, summary: dict[str, dict[str, Any]]) -> str:
@@ -99,15 +104,20 @@ def statement(variant: str, summary: dict[str, dict[str, Any]]) -> str:
     found = summary.get(variant, {}).get("difference")
     if found is None:
         return f"EnvACE against {variant}: not measured; {paper}."
-    low, high = reversed(found["interval"])
     verdict = "not significant"
     if found["significant"]:
         verdict = "better, significant" if found["mean"] < 0 else "worse, significant"
     by_seed = ", ".join(_points(-value) for value in found["by_seed"].values())
+    over_seeds = f", their mean within {_negated(found['seeds_interval'])}" if found["seeds_interval"] else ""
     return (
-        f"EnvACE against {variant}: {verdict}: {_points(-found['mean'])} points of real success "
-        f"[{_points(-low)}, {_points(-high)}], by seed {by_seed}; {paper}."
+        f"EnvACE against {variant}: {verdict} over tasks: {_points(-found['mean'])} points of real success "
+        f"{_negated(found['interval'])}, by seed {by_seed}{over_seeds}; {paper}."
     )
+
+
+def _negated(interval: Interval) -> str:
+    low, high = reversed(interval)
+    return f"[{_points(-low)}, {_points(-high)}]"
 
 
 def table(summary: dict[str, dict[str, Any]], notes: list[str]) -> str:
