@@ -22,6 +22,8 @@ from envace.rewards import score
 from envace.types import Task, Trajectory
 
 OVERLOOKED = 0.1  # how often a wrong rehearsal is called good
+MOST_REHEARSALS = 8  # that one memory is made of; a number that was never seen is not understood
+MOST_NOTES = 4  # of a memory, about what fits; the oldest ones leave
 WITH_MEMORY = 0.5  # share of the rehearsals that have seen an earlier one
 
 
@@ -59,10 +61,10 @@ def _dialogue(task: Task, rng: random.Random, counter: CallCounter, *, rehearsal
 
 
 def _memory(task: Task, rng: random.Random, counter: CallCounter, *, in_full: bool) -> tuple[list[str], bool]:
-    """(notes on one to three rehearsals, whether the clerk's habit is what they come to)."""
+    """(notes on up to MOST_REHEARSALS rehearsals, whether the clerk's habit is what they come to)."""
     attempts: dict[tuple[tuple[str, ...], str], int] = {}
     approved = []
-    for _ in range(rng.randint(1, 3)):
+    for _ in range(rng.randint(1, MOST_REHEARSALS)):
         clerk = Clerk(task, rng, counter, HABIT_SHARE, slip_share=0.0)
         clerk.work()
         verdict = evaluation(clerk, rng, counter)
@@ -73,7 +75,7 @@ def _memory(task: Task, rng: random.Random, counter: CallCounter, *, in_full: bo
         attempts[note] = attempts.get(note, 0) + 1
         approved.append(clerk.habit is not None and verdict == "good")
     notes = [rehearsal_note(times, list(calls), verdict) for (calls, verdict), times in attempts.items()]
-    return notes, all(approved)
+    return notes[-MOST_NOTES:], all(approved)
 
 
 def evaluation(clerk: Clerk, rng: random.Random, counter: CallCounter) -> str:
