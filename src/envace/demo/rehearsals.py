@@ -23,7 +23,6 @@ from envace.types import Task, Trajectory
 
 OVERLOOKED = 0.1  # how often a wrong rehearsal is called good
 MOST_REHEARSALS = 8  # that one memory is made of; a number that was never seen is not understood
-MOST_NOTES = 4  # of a memory, about what fits; the oldest ones leave
 WITH_MEMORY = 0.5  # share of the rehearsals that have seen an earlier one
 
 
@@ -75,7 +74,7 @@ def _memory(task: Task, rng: random.Random, counter: CallCounter, *, in_full: bo
         attempts[note] = attempts.get(note, 0) + 1
         approved.append(clerk.habit is not None and verdict == "good")
     notes = [rehearsal_note(times, list(calls), verdict) for (calls, verdict), times in attempts.items()]
-    return notes[-MOST_NOTES:], all(approved)
+    return notes, all(approved)
 
 
 def evaluation(clerk: Clerk, rng: random.Random, counter: CallCounter) -> str:
