@@ -6,6 +6,7 @@ Writes <run_dir>/evaluation.json: real success with a 95% bootstrap interval ove
 states, rehearsed success with its interval, imagination gap, rehearsal fidelity by round, real success by number of
 rounds (with the number of runs), success by kind, and the success of every task.
 Data without an executable environment (CM2) has rehearsed runs only, and the interval is of rehearsed success.
+With a gate (gate.mode) also how true its predictions were in the sampled real runs, and <run_dir>/calibration.png.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from typing import Any
 
 from envace.data import ExecutableSource, Source, open_source, tasks_within
 from envace.evaluation import assign_rewards, evaluate_team, success, success_by_rounds, success_by_task, unfold
-from envace.metrics import bootstrap_ci
+from envace.gate import check_risks
+from envace.metrics import bootstrap_ci, prediction_metrics
+from envace.report import calibration
 from envace.services import Services
 from envace.settings import Config, SamplingConfig
 from envace.team import Team, evaluation_team
@@ -38,6 +41,7 @@ def main(config: Config) -> dict[str, Any]:
             tracker.log(0, {f"eval/{key}": value for key, value in results.items() if isinstance(value, float)})
     if policy.is_main:
         path = Path(config.run_dir) / "evaluation.json"
+        draw_calibration(results, path.with_name("calibration.png"))
         path.write_text(json.dumps(without_nan(results), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return results
 
@@ -47,6 +51,7 @@ def evaluate(team: Team, config: Config, source: Source, services: Services, tra
     tasks = tasks_within(source.eval_tasks(), policy.chat, config.data.max_prompt_tokens)[: config.eval.tasks or None]
     if not tasks:
         raise UserError("there are no held-out tasks: set data.eval_path")
+    check_risks(config.gate, tasks)
     samples = config.eval.samples
     is_executable = isinstance(source, ExecutableSource)
     with tracker.progress(len(tasks) * (2 * samples + 1 if is_executable else samples), "evaluate") as bar:
@@ -68,10 +73,22 @@ def evaluate(team: Team, config: Config, source: Source, services: Services, tra
         "rehearsed_success": metrics["eval/rehearsed_success"],
         "rehearsed_reward": metrics["eval/rehearsed_reward"],
         **(real_results(metrics, unfolded, samples) if is_executable else {}),
+        **({"gate": predicted(unfolded["real"])} if config.gate.mode != "none" else {}),
         **service_metrics,
         "by_kind": by_kind(runs),
         "success_by_task": by_task,
     }
+
+
+def predicted(trajectories: list[Trajectory]) -> dict[str, Any]:
+    return prediction_metrics([prediction for trajectory in trajectories for prediction in trajectory.predictions])
+
+
+def draw_calibration(results: dict[str, Any], out_png: Path) -> None:
+    """A picture of an earlier evaluation does not stay where there is nothing to draw."""
+    out_png.unlink(missing_ok=True)
+    if bins := results.get("gate", {}).get("bins"):
+        calibration.draw(bins, out_png)
 
 
 def interval(by_task: list[float | None]) -> tuple[float, float]:
