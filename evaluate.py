@@ -8,6 +8,7 @@ rounds (with the number of runs), success by kind, and the success of every task
 With rehearsal.mode=parallel, sequential or candidates: private rehearsals, then one real execution of each run; the
 file then has real success with its interval, what failed on the way, what the rehearsals were worth and what they cost.
 Data without an executable environment (CM2) has rehearsed runs only, and the interval is of rehearsed success.
+With a gate (gate.mode) also how true its predictions were in the sampled real runs, and <run_dir>/calibration.png.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from envace.evaluation import (
     success_by_task,
     unfold,
 )
+from envace.gate import check_risks
+from envace.metrics import prediction_metrics
+from envace.report import calibration
 from envace.services import Services
 from envace.settings import Config, SamplingConfig
 from envace.team import Team, evaluation_team, rehearsing_team
@@ -49,6 +53,7 @@ def main(config: Config) -> dict[str, Any]:
             tracker.log(0, {f"eval/{key}": value for key, value in results.items() if isinstance(value, float)})
     if policy.is_main:
         path = Path(config.run_dir) / "evaluation.json"
+        draw_calibration(results, path.with_name("calibration.png"))
         path.write_text(json.dumps(without_nan(results), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return results
 
@@ -57,6 +62,7 @@ def held_out(team: Team, config: Config, source: Source) -> list[Task]:
     tasks = tasks_within(source.eval_tasks(), team.lead.chat, config.data.max_prompt_tokens)
     if not tasks:
         raise UserError("there are no held-out tasks: set data.eval_path")
+    check_risks(config.gate, tasks)
     return tasks[: config.eval.tasks or None]
 
 
@@ -77,6 +83,7 @@ def evaluate_with_rehearsal(
         "tasks": len(tasks),
         "samples": config.eval.samples,
         **results_of(runs, config, source, team.lead.chat.encode),
+        **({"gate": predicted(runs.trajectories)} if config.gate.mode != "none" else {}),
     }
 
 
@@ -104,10 +111,22 @@ def evaluate(team: Team, config: Config, source: Source, services: Services, tra
         "rehearsed_success": metrics["eval/rehearsed_success"],
         "rehearsed_reward": metrics["eval/rehearsed_reward"],
         **(real_results(metrics, unfolded, samples) if is_executable else {}),
+        **({"gate": predicted(unfolded["real"])} if config.gate.mode != "none" else {}),
         **service_metrics,
         "by_kind": by_kind(runs),
         "success_by_task": by_task,
     }
+
+
+def predicted(trajectories: list[Trajectory]) -> dict[str, Any]:
+    return prediction_metrics([prediction for trajectory in trajectories for prediction in trajectory.predictions])
+
+
+def draw_calibration(results: dict[str, Any], out_png: Path) -> None:
+    """A picture of an earlier evaluation does not stay where there is nothing to draw."""
+    out_png.unlink(missing_ok=True)
+    if bins := results.get("gate", {}).get("bins"):
+        calibration.draw(bins, out_png)
 
 
 def real_results(metrics: dict[str, float], unfolded: dict[str, list[Trajectory]], samples: int) -> dict[str, Any]:

@@ -16,9 +16,10 @@ PURE = {"advantages", "losses", "batching", "checklist", "rewards", "metrics"}
 LAYERS = [
     BASE,
     {"prompts"} | PURE,
-    {"chat", "schemas", "filters", "environments", "scoring", "checkpoints", "memory"} | {"outage", "endpoints"},
+    {"chat", "schemas", "filters", "claims", "environments", "scoring", "checkpoints", "memory"}
+    | {"outage", "endpoints"},
     {"episodes", "demonstrations"},
-    {"rehearsal", "generation", "demo", "cm2"},
+    {"rehearsal", "gate", "generation", "demo", "cm2"},
     {"policy", "data", "verdicts", "tracking", "report", "judge", "simulator", "services", "team", "benchmarks"},
     {"evaluation", "committed", "doctor", "launch", "merge", "ablations", "dynamics", "tts", "records"},
     {"entry point"},

@@ -16,7 +16,20 @@ from envace.demo.desk import CallCounter, Desk
 from envace.environments import Real
 from envace.episodes import drive
 from envace.tracking import Tracker, TrackingError, setup_logging
-from envace.types import Evidence, Role, Segment, Sequence, Status, Task, ToolCall, Trajectory, content_hash
+from envace.types import (
+    CallStatus,
+    Decision,
+    Evidence,
+    Prediction,
+    Role,
+    Segment,
+    Sequence,
+    Status,
+    Task,
+    ToolCall,
+    Trajectory,
+    content_hash,
+)
 
 CONFIG = load_config(None, ["model.path=some/model", "seed=3"])
 HOSTILE = 'a\nb\r\u2028\0"}\\ </script> {"step": 1} \ud800 | \x1b[31m é 漢'
@@ -202,6 +215,8 @@ def test_every_segment_tells_who_wrote_it_on_what_evidence(tmp_path):
         reason="rehearse: no JSON",
     )
     written.sequences.append(Sequence([segment(Role.CONTEXT, "second", Evidence.SIMULATED)]))
+    call = ToolCall("refund", {"n": 1})
+    written.predictions = [Prediction(call, 0, 0, 0, "high", CallStatus.UNKNOWN, 0.5, None, {}, Decision.BLOCKED)]
     with tracker(tmp_path) as rl:
         rl.trajectories(7, "train", [written])
     [record] = read_lines(tmp_path / "trajectories.jsonl")
@@ -218,6 +233,13 @@ def test_every_segment_tells_who_wrote_it_on_what_evidence(tmp_path):
         "reward": 0.0,
         "reward_parts": {"finished": 0.0},
         "verdicts": [],
+        "predictions": [
+            {
+                "call": {"name": "refund", "arguments": {"n": 1}},
+                **{"exchange": 0, "turn": 0, "round": 0, "risk": "high", "status": "unknown", "confidence": 0.5},
+                **{"response": None, "change": {}, "decision": "blocked", "happened": None, "agreement": None},
+            }
+        ],
         "user_turns": ["Hello"],
     }
     names = ("sequence", "role", "evidence", "tokens", "finish_reason", "provenance", "text")

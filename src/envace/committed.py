@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from envace.claims import Claim, unsupported_claims
 from envace.data import ExecutableSource
 from envace.episodes import episode, in_batches, repeated, write_action
 from envace.evaluation import (
@@ -45,6 +46,12 @@ class Runs:
     memories: list[Memory]
     tokens: dict[str, float]
     seconds: dict[str, float]
+
+    @property
+    def claims(self) -> list[list[Claim]]:
+        """Of each run, what its answers state that only its rehearsals tell."""
+        imagined = [[rehearsal.trajectory for rehearsal in memory.rehearsals] for memory in self.memories]
+        return [unsupported_claims(t, i) for t, i in zip(self.trajectories, imagined, strict=True)]
 
     @property
     def rehearsals(self) -> list[Rehearsal]:
@@ -116,7 +123,10 @@ def rehearse_and_execute(
 def results_of(
     runs: Runs, config: Config, source: ExecutableSource, encode: Callable[[str], list[int]]
 ) -> dict[str, Any]:
-    """What evaluation.json says. Costs are means over runs; seconds are of wall time in which runs share batches."""
+    """What evaluation.json says. unsupported_claims: the share of runs with such an answer; see `envace.claims`.
+
+    Costs are means over runs; seconds are of wall time in which runs share batches.
+    """
     real, rehearsals = runs.trajectories, runs.rehearsals
     happened = [t for t in real if t.status is not Status.FAULT]
     by_task = success_by_task(real, config.eval.samples)
@@ -126,6 +136,7 @@ def results_of(
         "unknown_rewards": sum(t.reward is None for t in real),
         "right_final_state": mean_or_nan([float(source.reaches_right_state(t)) for t in happened]),
         "execution": execution_metrics(happened),
+        "unsupported_claims": mean_or_nan([float(bool(claims)) for claims in runs.claims]),
         "rehearsal": {
             "mode": config.rehearsal.mode,
             "n": config.rehearsal.n,

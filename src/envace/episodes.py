@@ -163,7 +163,14 @@ def _respond(
             return
         # A response that cannot be read is an exchange too, with value None.
         trajectory.exchanges.append(
-            Exchange(call, observation.value, len(trajectory.answers), trajectory.rounds - 1, observation.evidence)
+            Exchange(
+                call,
+                observation.value,
+                turn=len(trajectory.answers),
+                round=trajectory.rounds - 1,
+                evidence=observation.evidence,
+                segment=len(stream.segments) - 1,
+            )
         )
         if trajectory.status is not Status.FINISHED:
             return

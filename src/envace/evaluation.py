@@ -24,6 +24,7 @@ from envace.data import ExecutableSource, Source
 from envace.environments import Constant, Environment, Real, Recorded, Rehearsed, Remote, SchemaCheck, Simulated
 from envace.episodes import rollout
 from envace.filters import FILTERS
+from envace.gate import Gate
 from envace.metrics import bootstrap_ci, fidelity_shares, gap_growth, is_reward_hacking, rehearsal_fidelity
 from envace.policy import Policy
 from envace.prompts import not_recorded_error
@@ -53,7 +54,7 @@ def environment_factory(
         "simulated": lambda task: simulated(config, services),
         "recorded": lambda task: Recorded(Constant(not_recorded_error())),
         "constant": lambda task: Constant(CONSTANT_RESPONSE),
-        "real": lambda task: Real(source.executable(task, purpose)),
+        "real": lambda task: guarded(Real(source.executable(task, purpose)), config, team),
         "mixed": mixed,
     }
     return factories[name]
@@ -69,6 +70,13 @@ def rehearsed(config: Config, model: str) -> Environment:
     if config.rehearse.reuse_recorded:
         environment = Recorded(environment)
     return SchemaCheck(environment) if config.rehearse.schema_check else environment
+
+
+def guarded(inner: Environment, config: Config, team: Team) -> Environment:
+    """A real environment behind the gate that the settings ask for."""
+    if config.gate.mode == "none":
+        return inner
+    return Gate(inner, rehearsed(config, team.writers[Role.REHEARSE].name), config.gate)
 
 
 def simulated(config: Config, services: Services) -> Environment:

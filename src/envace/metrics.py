@@ -6,7 +6,7 @@ batches or ranks have to be pooled, shares where a person reads them.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from statistics import fmean
 from typing import Any
@@ -14,7 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from envace.types import Evidence, Executable, Role, Status, Task, Trajectory, canonical_json
+from envace.types import (
+    CallStatus,
+    Evidence,
+    Executable,
+    Prediction,
+    Role,
+    Status,
+    Task,
+    Trajectory,
+    canonical_json,
+)
 
 ROLES = {"act": Role.ACT, "rehearse": Role.REHEARSE}
 
@@ -134,7 +144,7 @@ def _execution(trajectory: Trajectory) -> tuple[int, int, int]:
     failed, recovery, void = 0, set(), 0
     failed_in: dict[int, int] = {}  # turn -> the round of its first failed call
     done: set[str] = set()
-    for exchange in trajectory.exchanges:
+    for exchange in trajectory.executed:
         if exchange.round > failed_in.get(exchange.turn, exchange.round):
             recovery.add(exchange.round)
         is_write = exchange.call.name not in trajectory.task.goal.read_tools
@@ -151,6 +161,51 @@ def _execution(trajectory: Trajectory) -> tuple[int, int, int]:
 def is_error(response: Any) -> bool:
     """Whether a response is an object with a key that says error."""
     return isinstance(response, dict) and any(key.startswith("error") for key in response)
+
+
+def prediction_metrics(predictions: list[Prediction]) -> dict[str, Any]:
+    """What predictions of risky calls were worth.
+
+    predictions, decisions {decision: count}: of all. scored: of those that were executed and whose real response says
+    how the call went; nothing tells whether a call that was held back would have failed. Over them:
+    accuracy: how often the predicted status is the real one. brier: mean (confidence - 1 if it is, else 0)^2.
+    agreement: share of equal fields in the imagined and the real response. bins: see `reliability_bins`.
+    """
+    scored = [(p.confidence, p.status is p.happened) for p in predictions if _is_scored(p)]
+    fields = [p.agreement for p in predictions if _is_scored(p) and p.agreement is not None]
+    total = sum(total for _, total in fields)
+    return {
+        "predictions": len(predictions),
+        "decisions": dict(sorted(Counter(str(p.decision) for p in predictions).items())),
+        "scored": len(scored),
+        "accuracy": _mean(is_right for _, is_right in scored),
+        "brier": _mean((confidence - is_right) ** 2 for confidence, is_right in scored),
+        "agreement": sum(equal for equal, _ in fields) / total if total else float("nan"),
+        "bins": reliability_bins(scored),
+    }
+
+
+def _is_scored(prediction: Prediction) -> bool:
+    return prediction.happened not in (None, CallStatus.UNKNOWN)
+
+
+def reliability_bins(scored: list[tuple[float, bool]], n: int = 10) -> list[dict[str, float]]:
+    """(confidence, whether right) -> of each of `n` equal intervals [low, high) that has some: how many, their mean
+    confidence, and the share that is right. Calibrated is who has the two equal. Confidence 1 is in the last one."""
+    groups = defaultdict(list)
+    for confidence, is_right in scored:
+        # Rounded first: 0.29 * 100 is a little less than 29.
+        groups[min(int(round(confidence * n, 9)), n - 1)].append((confidence, is_right))
+    return [
+        {
+            "low": i / n,
+            "high": (i + 1) / n,
+            "count": len(groups[i]),
+            "confidence": _mean(confidence for confidence, _ in groups[i]),
+            "accuracy": _mean(is_right for _, is_right in groups[i]),
+        }
+        for i in sorted(groups)
+    ]
 
 
 def gap_growth(rehearsed: list[float], real: list[float]) -> float:

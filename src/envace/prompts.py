@@ -106,6 +106,11 @@ def not_recorded_error() -> dict[str, str]:
     return {"error": "not_recorded", "message": "there is no recorded response to this call"}
 
 
+def not_executed_error(decision: str, predicted: str) -> dict[str, str]:
+    """What ACT is told of a call that was held back."""
+    return {"error": "not_executed", "message": f"the call was {decision}; predicted: {predicted}"}
+
+
 def to_json(value: Any) -> str:
     """JSON with literal characters: no backslash-u escapes, so all paths see the same tokens."""
     return json.dumps(value, ensure_ascii=False)

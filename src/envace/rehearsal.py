@@ -280,4 +280,5 @@ def fork(trajectory: Trajectory) -> Trajectory:
         messages=list(trajectory.messages),
         exchanges=list(trajectory.exchanges),
         answers=list(trajectory.answers),
+        predictions=list(trajectory.predictions),
     )

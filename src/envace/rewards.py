@@ -81,7 +81,8 @@ def score(trajectory: Trajectory) -> tuple[float | None, dict[str, float]]:
     try:
         for turn, turn_goal in enumerate(goal.turns):
             # A turn is judged by what the agent knew in it: nothing read later makes an earlier guess right.
-            seen = [e for e in trajectory.exchanges if e.turn <= turn]
+            # A call that was held back is no deed.
+            seen = [e for e in trajectory.executed if e.turn <= turn]
             branch = applicable_branch(turn_goal, seen)
             wanted = {resolve_call(call, seen).key() for call in branch.writes} - written
             made = {e.call.key() for e in seen if e.turn == turn and e.call.name not in goal.read_tools} - written

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from envace.settings import Config, EndpointConfig
 
 ROLES = ("act", "rehearse")
+RISKS = ("low", "medium", "high")  # of a tool, rising
 ANSWERERS = ("rehearsed", "simulated", "recorded", "real", "constant")  # environments that a mixture may hold
 # Names of int fields; any other int field is a count, >= 1.
 MAY_BE_ZERO = (
@@ -59,6 +60,7 @@ RULES: list[Rule] = [  # key, what its value must satisfy, what to change
     ("eval.sampling.top_p", lambda p: 0 < p <= 1, "must be > 0 and <= 1"),
     ("rehearsal.sampling.temperature", lambda t: t >= 0, "must be >= 0; 0 is greedy"),
     ("rehearsal.sampling.top_p", lambda p: 0 < p <= 1, "must be > 0 and <= 1"),
+    ("gate.risk", lambda risks: all(r in RISKS for r in risks.values()), f"must say {', '.join(RISKS)} for each tool"),
     ("seed", lambda seed: seed < 2**31, "must be < 2**31"),
     *((f"{section}.{name}", holds, advice) for section in ENDPOINT_SECTIONS for name, holds, advice in ENDPOINT_RULES),
     ("sft.roles", lambda roles: roles and all(role in ROLES for role in roles), "must name act, rehearse or both"),
@@ -168,6 +170,11 @@ COMBINATIONS: list[tuple[str, Callable[[Config], bool], str]] = [  # a key, what
         "rehearsal.path",
         lambda c: not (c.rehearsal.path and c.policy.deepspeed),
         "a second model is not sharded in one run: leave policy.deepspeed empty",
+    ),
+    (
+        "gate.mode",
+        lambda c: c.gate.mode == "none" or c.data.source == "demo",
+        "only real calls are predicted, and only the embedded world can be executed: set it to none",
     ),
     (
         "data.rehearsals",

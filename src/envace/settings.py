@@ -128,6 +128,14 @@ class RehearsalConfig:
 
 
 @dataclass
+class GateConfig:
+    mode: Literal["none", "log", "block", "ask"] = "none"  # real calls to risky tools are predicted first: envace.gate
+    at: Literal["low", "medium", "high"] = "high"  # the least risk that is predicted
+    risk: dict[str, str] = field(default_factory=dict)  # by tool; others: its annotations, and without any medium
+    samples: int = 4  # imagined responses of a prediction; greedy sampling makes them all the same
+
+
+@dataclass
 class SFTConfig:
     roles: list[str] = field(default_factory=lambda: ["act", "rehearse"])  # whose tokens carry loss
     steps: int = 400  # optimizer steps
@@ -192,6 +200,7 @@ class Config:
     simulator_endpoint: EndpointConfig = field(default_factory=EndpointConfig)  # or one behind an endpoint
     rehearse: RehearseConfig = field(default_factory=RehearseConfig)  # what answers a call besides the policy
     rehearsal: RehearsalConfig = field(default_factory=RehearsalConfig)  # private rehearsal before evaluation acts
+    gate: GateConfig = field(default_factory=GateConfig)  # dry run before a real call to a risky tool
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # how training samples
     sft: SFTConfig = field(default_factory=SFTConfig)  # supervised warm-up
     rl: RLConfig = field(default_factory=RLConfig)  # role-wise GRPO

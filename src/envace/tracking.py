@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,7 @@ class Tracker:
 def trajectory_record(trajectory: Trajectory, decode: Callable[[list[int]], str] | None = None) -> dict[str, Any]:
     """A trajectory as JSON: how it was judged, and who wrote each segment on what evidence.
 
-    verdicts: [turn][variant][step][item], of a checklist judge.
+    verdicts: [turn][variant][step][item], of a checklist judge. predictions: of calls to risky tools, by a gate.
     provenance: the payload hash of an observed response; the model and the prompt hash of a rehearsed one.
     sequence: which token stream a segment stands in (0 is ACT's). tokens: how many it has.
     """
@@ -210,6 +211,7 @@ def trajectory_record(trajectory: Trajectory, decode: Callable[[list[int]], str]
         "reward": trajectory.reward,
         "reward_parts": trajectory.reward_parts,
         "verdicts": trajectory.verdicts,
+        "predictions": [asdict(prediction) for prediction in trajectory.predictions],
         "user_turns": trajectory.task.user_turns,
         "segments": segments,
     }

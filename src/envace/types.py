@@ -152,6 +152,7 @@ class Exchange:
     """One call and the response the agent saw for it; None if that could not be read.
 
     turn: of the user. round: ACT outputs that asked for calls. Both count from 0.
+    segment: where the response stands in the ACT stream; None if the exchange was not part of an episode.
     """
 
     call: ToolCall
@@ -159,6 +160,58 @@ class Exchange:
     turn: int
     round: int
     evidence: Evidence
+    segment: int | None = field(default=None, compare=False)
+
+
+class CallStatus(StrEnum):
+    """How a call went, or would go.
+
+    A validation error says that the call itself is wrong (its tool, its arguments, an id); a permission error that it
+    is understood and not allowed, to this caller or in this state. UNKNOWN: the response tells neither.
+    """
+
+    SUCCESS = "success"
+    PERMISSION_ERROR = "permission_error"
+    VALIDATION_ERROR = "validation_error"
+    UNKNOWN = "unknown"
+
+
+class Decision(StrEnum):
+    """What became of a call that was predicted: by the settings (executed, blocked), or by whoever was asked."""
+
+    EXECUTED = "executed"
+    BLOCKED = "blocked"
+    APPROVED = "approved"
+    DECLINED = "declined"
+
+
+@dataclass
+class Prediction:
+    """What the policy says would happen if a call was executed, and what became of it; see `envace.gate`.
+
+    exchange: index of the call in `Trajectory.exchanges`. risk: of its tool. turn, round: as in Exchange.
+    status, confidence: the most frequent status of the imagined responses, and its share of them.
+    response: the imagined response that stands for them, None if none could be read. change: what it would change.
+    happened: status of the real response. agreement: (equal, total) fields of the imagined and the real response.
+        Both are None if there was no execution, or if it broke; agreement also without an imagined response.
+    """
+
+    call: ToolCall
+    exchange: int
+    turn: int
+    round: int
+    risk: str
+    status: CallStatus
+    confidence: float
+    response: Any
+    change: dict[str, Any]
+    decision: Decision | None = None
+    happened: CallStatus | None = None
+    agreement: tuple[int, int] | None = None
+
+    @property
+    def is_held_back(self) -> bool:
+        return self.decision in (Decision.BLOCKED, Decision.DECLINED)
 
 
 FILTERED = "filtered: "  # how the reason of a trajectory begins that a filter left out
@@ -172,6 +225,7 @@ class Trajectory:
     reason: which cap or which parse error ended it; "gate" if user turns were left out for an item not met; else "".
     answers: the final answer of each completed user turn. rounds: ACT outputs that asked for calls.
     verdicts: of a judge on each completed user turn, [turn][variant][step][item]; see `envace.checklist`.
+    predictions: of calls to risky tools, before they were executed or held back.
     """
 
     task: Task
@@ -181,11 +235,18 @@ class Trajectory:
     exchanges: list[Exchange] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
     verdicts: list[Any] = field(default_factory=list)
+    predictions: list[Prediction] = field(default_factory=list)
     rounds: int = 0
     status: Status = Status.FINISHED
     reason: str = ""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def executed(self) -> list[Exchange]:
+        """The exchanges whose call reached the environment: all but those that a gate held back."""
+        held_back = {p.exchange for p in self.predictions if p.is_held_back}
+        return [exchange for i, exchange in enumerate(self.exchanges) if i not in held_back]
 
     @property
     def succeeded(self) -> bool:

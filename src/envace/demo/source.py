@@ -48,6 +48,6 @@ class DemoSource:
     def reaches_right_state(self, trajectory: Trajectory) -> bool:
         """Whether the calls of a trajectory leave a fresh desk in the state of right work. Reported, never rewarded."""
         desk = self.executable(trajectory.task, "final state")
-        for exchange in trajectory.exchanges:
+        for exchange in trajectory.executed:
             desk.execute(exchange.call)
         return desk.state == right_final_state(trajectory.task, self.counter)
