@@ -20,7 +20,7 @@ LAYERS = [
     {"episodes", "demonstrations"},
     {"rehearsal", "generation", "demo", "cm2"},
     {"policy", "data", "verdicts", "tracking", "report", "judge", "simulator", "services", "team", "benchmarks"},
-    {"evaluation", "doctor", "launch", "merge", "ablations", "dynamics"},
+    {"evaluation", "doctor", "launch", "merge", "ablations", "dynamics", "serve"},
     {"entry point"},
 ]
 LAYER = {module: height for height, layer in enumerate(LAYERS) for module in layer}
