@@ -26,7 +26,7 @@ IN_PARALLEL := --numprocesses 2 --dist loadfile
 STAMP := .venv/installed-$(shell cat requirements.txt pyproject.toml | sha256sum | cut -c1-16)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo ablations dynamics tts test test-fast sft rl eval doctor merge lint
+.PHONY: help setup demo ablations dynamics tts test test-fast sft rl eval serve doctor merge lint
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ rl: $(STAMP)  ## reinforcement learning, same settings (on each of M machines: N
 
 eval: $(STAMP)  ## evaluation (CONFIG=... ARGS="...")
 	@$(VENV) evaluate.py --config $(CONFIG) $(ARGS)
+
+serve: $(STAMP)  ## an OpenAI-compatible endpoint over a checkpoint (CONFIG=... ARGS="model.path=FOLDER serve.port=8000")
+	@$(VENV) -m envace.serve --config $(CONFIG) $(ARGS)
 
 doctor: $(STAMP)  ## check machine, config, model and memory before a long run (CONFIG=... ARGS="...")
 	@$(VENV) -m envace.doctor --config $(CONFIG) $(ARGS)

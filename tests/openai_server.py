@@ -1,10 +1,12 @@
-"""A small OpenAI-compatible server on loopback whose replies a test writes: /v1/chat/completions and /v1/models.
+"""A small OpenAI-compatible server on loopback whose replies a test writes: /v1/chat/completions, /v1/completions and
+/v1/models.
 
     with OpenAIServer(lambda number, body: Reply(verdict(True), delay=0.2)) as server:
         ... server.url ... server.log ... server.largest_concurrency
 
 The script is called once per completion, from several threads, with the number of the request (from 0, in order of
-arrival) and its JSON body. What GET /v1/models says is a reply of its own; such requests are logged with an empty body.
+arrival) and its JSON body; another script answers /v1/completions. What GET /v1/models says is a reply of its own; such
+requests are logged with an empty body.
 """
 
 import json
@@ -75,11 +77,15 @@ def in_order(*replies: Reply) -> Script:
     return lambda number, body: replies[min(number, len(replies) - 1)]
 
 
+def _unknown(number: int, body: dict) -> Reply:
+    return error(404, "no such path")
+
+
 class OpenAIServer:
     """port: 0 takes a free one. Leaving the context stops it; the port then refuses connections."""
 
-    def __init__(self, script: Script, port: int = 0, models: Reply = LISTS_JUDGE):
-        self.script = script
+    def __init__(self, script: Script, port: int = 0, models: Reply = LISTS_JUDGE, completions: Script | None = None):
+        self.scripts = {"/v1/chat/completions": script, "/v1/completions": completions or _unknown}
         self.models = models
         self.log: list[Logged] = []
         self.largest_concurrency = 0
@@ -155,8 +161,7 @@ def _handler(server: OpenAIServer) -> type[BaseHTTPRequestHandler]:
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             request = server.arrived(body, self.headers.get("Authorization", ""))
-            known = self.path == "/v1/chat/completions"
-            self._answer(request, server.script(request.number, body) if known else error(404, "no such path"))
+            self._answer(request, server.scripts.get(self.path, _unknown)(request.number, body))
 
         def do_GET(self):
             request = server.arrived({}, self.headers.get("Authorization", ""))

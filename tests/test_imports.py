@@ -21,7 +21,7 @@ LAYERS = [
     {"episodes", "demonstrations"},
     {"rehearsal", "gate", "generation", "demo", "cm2"},
     {"policy", "data", "verdicts", "tracking", "report", "judge", "simulator", "services", "team", "benchmarks"},
-    {"evaluation", "committed", "doctor", "launch", "merge", "ablations", "dynamics", "tts", "records"},
+    {"evaluation", "committed", "doctor", "launch", "merge", "ablations", "dynamics", "tts", "records", "serve"},
     {"entry point"},
 ]
 LAYER = {module: height for height, layer in enumerate(LAYERS) for module in layer}

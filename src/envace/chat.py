@@ -223,7 +223,7 @@ def parse_action(text: str) -> Action:
                 content.append(CALL_OPEN)
                 position = body
             else:
-                value, end = _decode_json(text, body)
+                value, end = decode_json(text, body)
                 position = _expect(text, end, CALL_CLOSE)
                 if value == []:
                     raise ValueError(f"{CALL_OPEN} without a call")
@@ -243,10 +243,10 @@ def parse_observation(text: str) -> Observation:
             start = _end_of_thought(text, start)
         body = text[start:].strip()
         if body.startswith(RESULT_OPEN):
-            value, end = _decode_json(body, len(RESULT_OPEN))
+            value, end = decode_json(body, len(RESULT_OPEN))
             end = _expect(body, end, RESULT_CLOSE)
         else:
-            value, end = _decode_json(body, 0)
+            value, end = decode_json(body, 0)
     except ValueError as e:
         return Observation(text=body, error=str(e))
     if body[end:].strip():
@@ -268,7 +268,7 @@ def _end_of_leading_thought(text: str) -> int:
     start = text.find(CALL_OPEN)
     while 0 <= start < close:
         try:
-            _, end = _decode_json(text, start + len(CALL_OPEN))
+            _, end = decode_json(text, start + len(CALL_OPEN))
         except ValueError:
             end = text.find(CALL_CLOSE, start)
         if end < 0 or end > close:
@@ -312,7 +312,7 @@ def _is_mention(text: str, body: int) -> bool:
     return close < 0 or 0 <= reopen < close
 
 
-def _decode_json(text: str, start: int) -> tuple[Any, int]:
+def decode_json(text: str, start: int) -> tuple[Any, int]:
     """(value, index behind it). Raw newlines in strings are accepted; NaN, Infinity and absurd nesting are not."""
     while start < len(text) and text[start].isspace():
         start += 1
@@ -366,7 +366,7 @@ def _read_call(value: Any) -> ToolCall:
         raise ValueError("a call needs a name")
     if isinstance(arguments, str):
         encoded = arguments
-        arguments, end = _decode_json(encoded, 0)
+        arguments, end = decode_json(encoded, 0)
         if encoded[end:].strip():
             raise ValueError(f"text after the arguments of {name}")
     if not isinstance(arguments, dict):

@@ -16,11 +16,15 @@ ANSWERERS = ("rehearsed", "simulated", "recorded", "real", "constant")  # enviro
 MAY_BE_ZERO = (
     *("seed", "steps", "epochs", "every", "tasks", "top_k", "r", "pack_tokens", "retries", "max_tokens"),
     *("n", "rehearsals", "export_every", "max_prompt_tokens", "demonstrations", "train_tasks", "eval_tasks"),
+    "port",
 )
 
 ENDPOINT_SECTIONS = tuple(name for name, section in vars(Config()).items() if isinstance(section, EndpointConfig))
 # Where someone may have put a key: no message shows what is there.
-SECRET = tuple(f"{section}.{name}" for section in ENDPOINT_SECTIONS for name in ("key_env", "endpoints"))
+SECRET = (
+    *(f"{section}.{name}" for section in ENDPOINT_SECTIONS for name in ("key_env", "endpoints")),
+    *("serve.key_env", "serve.backend", "serve.backend_key_env"),
+)
 
 
 def is_plain_url(url: str) -> bool:
@@ -33,13 +37,14 @@ def is_plain_url(url: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.hostname) and "@" not in parts.netloc and not parts.query
 
 
+def is_variable(name: str) -> bool:
+    """Whether it is the name of an environment variable, or empty."""
+    return not name or name.isidentifier() and name.isupper()
+
+
 Rule = tuple[str, Callable[[Any], bool], str]
 ENDPOINT_RULES: list[Rule] = [  # a field of EndpointConfig, what its value must satisfy, what to change
-    (
-        "key_env",
-        lambda name: not name or name.isidentifier() and name.isupper(),
-        "NAMES a variable: capitals, digits, _",
-    ),
+    ("key_env", is_variable, "NAMES a variable: capitals, digits, _"),
     (
         "endpoints",
         lambda urls: all(map(is_plain_url, urls)),
@@ -81,6 +86,15 @@ RULES: list[Rule] = [  # key, what its value must satisfy, what to change
     ("rl.role_weights", lambda weights: all(role in ROLES for role in weights), "may name only act and rehearse"),
     ("rl.role_weights", lambda weights: all(0 <= w < math.inf for w in weights.values()), "must be finite and >= 0"),
     ("rl.role_weights", lambda weights: any(weights.values()), "would train nothing: set act or rehearse > 0"),
+    ("serve.port", lambda port: port < 2**16, "must be < 65536; 0 takes a free one"),
+    ("serve.key_env", is_variable, "NAMES a variable: capitals, digits, _"),
+    ("serve.backend_key_env", is_variable, "NAMES a variable: capitals, digits, _"),
+    (
+        "serve.backend",
+        lambda url: not url or is_plain_url(url),
+        "must be like http://host:8000/v1, without user or key",
+    ),
+    ("serve.timeout", lambda seconds: seconds > 0, "must be > 0"),
 ]
 COMBINATIONS: list[tuple[str, Callable[[Config], bool], str]] = [  # a key, what must hold of the whole, what to change
     (
@@ -175,6 +189,16 @@ COMBINATIONS: list[tuple[str, Callable[[Config], bool], str]] = [  # a key, what
         "gate.mode",
         lambda c: c.gate.mode == "none" or c.data.source == "demo",
         "only real calls are predicted, and only the embedded world can be executed: set it to none",
+    ),
+    (
+        "rehearsal.path",
+        lambda c: not (c.rehearsal.path and c.serve.backend),
+        "over serve.backend its own model rehearses: leave it empty",
+    ),
+    (
+        "serve.backend_model",
+        lambda c: c.serve.backend_model or not c.serve.backend,
+        "must be the name that the backend knows",
     ),
     (
         "data.rehearsals",

@@ -188,6 +188,21 @@ class EvalConfig:
 
 
 @dataclass
+class ServeConfig:
+    host: str = "127.0.0.1"  # address to listen on; any but a loopback one wants a key
+    port: int = 8000  # 0 takes a free one and logs it
+    key_env: str = ""  # NAME of the environment variable that holds the key clients must send; empty: no key
+    backend: str = ""  # base URL of an OpenAI-compatible server, http://host:8000/v1; empty: serve model.path itself
+    backend_model: str = ""  # name of the model at the backend, and here
+    backend_key_env: str = ""  # NAME of the environment variable that holds the backend's key; empty: no key
+    max_new_tokens: int = 1024  # longest reply, also of a request that asks for more or names no length
+    max_body_bytes: int = 4194304  # a longer request is refused
+    max_queue: int = 256  # requests waiting or being answered; one more is refused
+    timeout: float = 300.0  # seconds until a request is given up, its rehearsals included
+    cache: int = 1024  # conversations whose memory is kept
+
+
+@dataclass
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)  # which weights
     policy: PolicyConfig = field(default_factory=PolicyConfig)  # how they are trained, sharded and kept in memory
@@ -205,5 +220,6 @@ class Config:
     sft: SFTConfig = field(default_factory=SFTConfig)  # supervised warm-up
     rl: RLConfig = field(default_factory=RLConfig)  # role-wise GRPO
     eval: EvalConfig = field(default_factory=EvalConfig)  # held-out evaluation
+    serve: ServeConfig = field(default_factory=ServeConfig)  # the endpoint that applications talk to
     run_dir: str = "runs/default"  # where checkpoints, logs and trajectories go
     seed: int = 0  # seed of sampling, shuffling and initialisation

@@ -1,0 +1,144 @@
+"""Serve a checkpoint, or another server's model, as an OpenAI-compatible endpoint; rehearsal inside if it is set.
+
+    python -m envace.serve --config configs/demo.yaml model.path=FOLDER rehearsal.mode=parallel [key=value ...]
+
+SIGTERM or SIGINT stops it: no new request is taken, those that are being answered are finished, and the exit code is 0.
+A second one does not wait for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import math
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import uvicorn
+from fastapi import FastAPI
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from envace.chat import ChatFormat
+from envace.serve.app import create_app
+from envace.serve.engine import Engine
+from envace.serve.local import LocalEngine
+from envace.serve.metrics import Metrics
+from envace.serve.remote import RemoteEngine
+from envace.settings import Config, ModelConfig
+from envace.team import evaluation_team
+from envace.tracking import run
+from envace.types import UserError, first_line
+
+logger = logging.getLogger("envace")
+
+
+def main(config: Config) -> None:
+    if config.rehearsal.mode == "candidates":
+        raise UserError("rehearsal.mode=candidates has no memory to keep: serve knows none, parallel and sequential")
+    key = secret(config.serve.key_env, "serve.key_env")
+    with bound(config.serve.host, config.serve.port) as listening:
+        if not is_loopback(config.serve.host) and not key:
+            logger.warning("serve.host=%s lets everyone in: set serve.key_env", config.serve.host)
+        metrics = Metrics()
+        app = create_app(open_engine(config, metrics), config, key=key, metrics=metrics)
+        asyncio.run(serve(app, listening, config.serve.timeout))
+    logger.info("stopped")
+
+
+def open_engine(config: Config, metrics: Metrics) -> Engine:
+    if config.serve.backend:
+        chat = None
+        if config.rehearsal.mode != "none":
+            chat = ChatFormat(_tokenizer(config.model), thinking=config.rollout.thinking)
+        return RemoteEngine(config, chat, secret(config.serve.backend_key_env, "serve.backend_key_env"))
+    team = rehearsing = evaluation_team(config)
+    if config.rehearsal.mode != "none" and config.rehearsal.path:
+        rehearsing = evaluation_team(replace(config, model=replace(config.model, path=config.rehearsal.path)))
+    return LocalEngine(config, team, rehearsing, metrics.batches.observe)
+
+
+def secret(name: str, setting: str) -> str:
+    """The value of the environment variable `name`; "" if none is named. `setting` named it."""
+    value = os.environ.get(name, "").strip() if name else ""
+    if name and not (value and value.isascii() and value.isprintable()):
+        raise UserError(f"{setting} must NAME an environment variable that holds the key: export it, or name none")
+    return value
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """It refuses connections until the server listens, once the model is loaded."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        opened = socket.socket(family, kind, protocol)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind(address)
+    except OSError as error:
+        raise UserError(f"serve.host={host} serve.port={port}: {first_line(error)}") from error
+    return opened
+
+
+async def serve(app: FastAPI, listening: socket.socket, timeout: float) -> None:
+    """Until a signal; then as long as requests are being answered, at most `timeout` seconds."""
+    server = Server(app, timeout)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, server.stop)
+    await server.serve([listening])
+
+
+class Server(uvicorn.Server):
+    """Stops with exit code 0: uvicorn's own ends the process by the signal that it was sent."""
+
+    def __init__(self, app: FastAPI, timeout: float):
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="h11",
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=math.ceil(timeout) + 1,
+            )
+        )
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def stop(self) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listening in sockets or []:
+            host, port = listening.getsockname()[:2]
+            logger.info("serving on http://%s:%d/v1", f"[{host}]" if ":" in host else host, port)
+
+
+def _tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+        raise UserError(
+            f"model.path {model.path!r} has no tokenizer that can be loaded ({first_line(error)}); rehearsal over "
+            "serve.backend needs that of its model"
+        ) from error
+
+
+if __name__ == "__main__":
+    run(main, __doc__)
