@@ -34,7 +34,7 @@ def main() -> None:
                 config.rehearsal.n = n
                 started = time.perf_counter()
                 with team.generating(SamplingConfig(temperature=0.0)) as generate:
-                    drive(rehearser_of(team, config).prepare(task), generate)
+                    drive(rehearser_of(config, team.lead.chat, config.model.path).prepare(task), generate)
                 seconds[n].append(time.perf_counter() - started)
     for n in NUMBERS:
         print(f"N={n}: {median(seconds[n]):.3f} s a task, {median(seconds[n]) / median(seconds[1]):.2f} times N=1")

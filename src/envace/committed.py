@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from envace.chat import ChatFormat
 from envace.claims import Claim, unsupported_claims
 from envace.data import ExecutableSource
 from envace.episodes import episode, in_batches, repeated, write_action
@@ -58,13 +59,13 @@ class Runs:
         return [rehearsal for memory in self.memories for rehearsal in memory.rehearsals]
 
 
-def rehearser_of(team: Team, config: Config) -> Rehearser:
-    name = team.writers[Role.REHEARSE].name
+def rehearser_of(config: Config, chat: ChatFormat, model: str) -> Rehearser:
+    """model: the name that is logged as the author of rehearsed responses."""
     return Rehearser(
         config.rehearsal,
-        team.lead.chat,
+        chat,
         limits_of(config),
-        imagine=lambda task: rehearsed(config, name),
+        imagine=lambda task: rehearsed(config, model),
         separate=config.rollout.view == "separate",
     )
 
@@ -82,7 +83,7 @@ def rehearse_and_execute(
     """eval.samples runs of each task. rehearsing: the team that rehearses; `team` itself, or one of its own."""
     runs = team.lead.share(repeated(tasks, config.eval.samples))
     together = config.rollout.batch_size
-    rehearser = rehearser_of(rehearsing, config)
+    rehearser = rehearser_of(config, rehearsing.lead.chat, rehearsing.writers[Role.REHEARSE].name)
     memories, tokens, seconds = [Memory("", [], Counter()) for _ in runs], {"rehearsal": 0}, {}
     started = time.perf_counter()
     if config.rehearsal.mode != "candidates" and config.rehearsal.n:

@@ -17,7 +17,6 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import uvicorn
 from fastapi import FastAPI
@@ -30,7 +29,7 @@ from envace.serve.local import LocalEngine
 from envace.serve.metrics import Metrics
 from envace.serve.remote import RemoteEngine
 from envace.settings import Config, ModelConfig
-from envace.team import evaluation_team
+from envace.team import evaluation_team, rehearsing_team
 from envace.tracking import run
 from envace.types import UserError, first_line
 
@@ -56,9 +55,8 @@ def open_engine(config: Config, metrics: Metrics) -> Engine:
         if config.rehearsal.mode != "none":
             chat = ChatFormat(_tokenizer(config.model), thinking=config.rollout.thinking)
         return RemoteEngine(config, chat, secret(config.serve.backend_key_env, "serve.backend_key_env"))
-    team = rehearsing = evaluation_team(config)
-    if config.rehearsal.mode != "none" and config.rehearsal.path:
-        rehearsing = evaluation_team(replace(config, model=replace(config.model, path=config.rehearsal.path)))
+    team = evaluation_team(config)
+    rehearsing = team if config.rehearsal.mode == "none" else rehearsing_team(team, config)
     return LocalEngine(config, team, rehearsing, metrics.batches.observe)
 
 

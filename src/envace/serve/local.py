@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from envace.chat import ChatFormat
+from envace.committed import rehearser_of
 from envace.episodes import opening
-from envace.evaluation import limits_of, rehearsed
-from envace.rehearsal import Rehearser
 from envace.serve.batches import BatchWorker, Kind
 from envace.serve.engine import Chunks, Prepared, prepared
 from envace.serve.errors import bad_request
@@ -92,17 +91,6 @@ class LocalEngine:
         checked_prompt(self.rehearser.chat, opening(task), task.tools, "", self.config)
         memory = yield from self.rehearser.prepare(task)
         return prepared(memory, self.rehearser.chat)
-
-
-def rehearser_of(config: Config, chat: ChatFormat, model: str) -> Rehearser:
-    """model: the name that is logged as the author of rehearsed responses."""
-    return Rehearser(
-        config.rehearsal,
-        chat,
-        limits_of(config),
-        lambda task: rehearsed(config, model),
-        separate=config.rollout.view == "separate",
-    )
 
 
 def checked_prompt(

@@ -15,10 +15,11 @@ from typing import Any
 from openai import APIConnectionError, APIError, APIStatusError, APITimeoutError, AsyncOpenAI
 
 from envace.chat import ChatFormat, decode_json
+from envace.committed import rehearser_of
 from envace.episodes import opening
 from envace.serve.engine import Chunks, Prepared, prepared
 from envace.serve.errors import ApiError, backend_error, bad_request, timed_out
-from envace.serve.local import checked_prompt, rehearser_of
+from envace.serve.local import checked_prompt
 from envace.serve.requests import ChatRequest
 from envace.settings import Config
 from envace.types import Completion, Request, Result, Steps, Task
