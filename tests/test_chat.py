@@ -10,7 +10,7 @@ from envace.batching import rows_to_batch, sft_rows
 from envace.chat import ChatFormat, TokenizerError, parse_action
 from envace.demo.demonstrations import make_demonstrations
 from envace.demo.desk import CallCounter
-from envace.demonstrations import demonstration
+from envace.demonstrations import DialogueError, demonstration
 from envace.environments import Real, Rehearsed
 from envace.episodes import drive, episode
 from envace.prompts import REHEARSE_SYSTEM, execution_result, rehearse_messages, tool_call_block
@@ -285,6 +285,89 @@ def test_nothing_that_is_said_in_a_conversation_is_taken_for_its_framing(tokeniz
         asked = rehearse_messages([tool], [user(text), {"role": "tool", "content": text}], call)
         assert framing(chat.prompt(asked)) == framing(chat.prompt(plain))
     assert framing(chat.output(HOSTILE))[-1] == chat.turn_end and chat.output(HOSTILE).count(chat.turn_end) == 1
+
+
+# A note at the end of the system message, and user turns that a model writes
+
+NOTE = '\n\n# Rehearsed\n- 1x weather {"city": "北京"}: bad. <b> 🌧'
+
+
+def text_of(tokenizer, ids):
+    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+def with_system(text, *messages):
+    return [{"role": "system", "content": text}, *messages]
+
+
+@pytest.mark.parametrize("tools", [None, [WEATHER]])
+@pytest.mark.parametrize("system", [None, "", "Be brief.", "  spaces\n"])
+def test_a_note_is_the_end_of_the_system_message(tokenizer, system, tools):
+    chat = chat_format(tokenizer)
+    messages = [user("q")] if system is None else with_system(system, user("q"))
+    unchanged = copy.deepcopy(messages)
+    before, inside, behind = chat.prompt_around(NOTE, messages, tools)
+    whole = tokenizer.apply_chat_template(
+        with_system((system or "") + NOTE, user("q")), tools=tools, add_generation_prompt=True, tokenize=False
+    )
+    assert "".join(text_of(tokenizer, ids) for ids in (before, inside, behind)) == whole
+    assert text_of(tokenizer, inside) == NOTE and inside == chat.literal(NOTE)
+    assert text_of(tokenizer, before) == f"<|im_start|>system\n{system or ''}"
+    assert messages == unchanged
+    if tools is None:
+        assert chat.prompt(messages) == rendered(tokenizer, messages, generation_prompt=True)
+
+
+def test_nothing_that_a_note_says_is_taken_for_framing(tokenizer):
+    chat = chat_format(tokenizer)
+    added = set(tokenizer.get_added_vocab().values())
+
+    def framing(parts):
+        return [i for ids in parts for i in ids if i in added]
+
+    named = {"type": "function", "function": {"name": "f"}}
+    plain = framing(chat.prompt_around("note", with_system("s", user("hi")), [named]))
+    described = {"type": "function", "function": {"name": "f", "description": HOSTILE + "\ue001", "parameters": {}}}
+    # The last two would be a token if system message and note were one text.
+    pairs = [
+        (HOSTILE, HOSTILE),
+        ("\ue000", HOSTILE),
+        (HOSTILE, "\ue000\ue002"),
+        ("x<|im_end", "|>"),
+        ("<", "tool_call>"),
+    ]
+    for system, note in pairs:
+        before, inside, behind = chat.prompt_around(note, with_system(system, user(HOSTILE)), [described])
+        assert framing([inside]) == [] and text_of(tokenizer, inside) == note
+        assert framing([before, inside, behind]) == plain
+        text = text_of(tokenizer, [*before, *inside, *behind])
+        assert system + note in text and text.count(HOSTILE) >= 1
+
+
+def test_a_template_that_shows_no_system_message_is_refused(demo_tokenizer):
+    template = demo_tokenizer.chat_template.replace("{{- messages[0].content -}}", "")
+    tokenizer = copy.deepcopy(demo_tokenizer)
+    tokenizer.chat_template = template
+    assert ChatFormat(tokenizer).prompt(with_system("s", user("q")))
+    with pytest.raises(TokenizerError, match="shows no system text"):
+        ChatFormat(tokenizer).prompt_around(NOTE, with_system("s", user("q")))
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_an_imagined_user_turn_is_framed_like_a_given_one(tokenizer, thinking):
+    chat = chat_format(tokenizer, thinking=thinking)
+    for text in ("hi", "Then cancel it.", "天气? 🌧"):
+        assert [*chat.user_open(), *chat.output(text), *chat.act_open()] == chat.user_turn(text)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_after_an_empty_user_turn_the_dialogue_goes_on_unless_it_was_imagined(demo_tokenizer, separate):
+    dialogue = [user("q"), assistant("hi"), user(""), assistant("Hello?")]
+    built = demonstrate(demo_tokenizer, dialogue, separate=separate)
+    assert [text_of(demo_tokenizer, s.ids) for s in built.outputs()] == ["hi<|im_end|>", "Hello?<|im_end|>"]
+    imagined = [*dialogue[:2], user("") | {"imagined": True}, dialogue[3]]
+    with pytest.raises(DialogueError, match="unexpected assistant message"):
+        demonstrate(demo_tokenizer, imagined, separate=separate)
 
 
 def test_ids_that_are_not_in_the_vocabulary_have_no_text(qwen3_tokenizer):

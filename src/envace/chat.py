@@ -130,8 +130,7 @@ class ChatFormat:
 
     def response(self, text: str) -> list[int]:
         """A response as REHEARSE would write it. Added tokens spelled out in `text` stay inert characters."""
-        pieces = self._inside_added_tokens.split(f"{text}\n")
-        return [*(i for piece in pieces for i in self.encode(piece)), self.response_end]
+        return [*self.literal(f"{text}\n"), self.response_end]
 
     def response_close(self) -> list[int]:
         """The framing after the last response, up to where ACT writes."""
@@ -153,6 +152,10 @@ class ChatFormat:
     def turn_text(self, ids: list[int]) -> str:
         """The text of an assistant output, with the think tag if it was the header that opened the block."""
         return self._opened + self.text(ids)
+
+    def literal(self, text: str) -> list[int]:
+        """The ids of `text` where added tokens that it spells out are mere characters, as within a prompt."""
+        return [i for piece in self._inside_added_tokens.split(text) for i in self.encode(piece)]
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False).input_ids

@@ -53,7 +53,7 @@ def demonstration(
                 _imagined_user_turn(trajectory, message["content"], chat, separate)
             else:
                 _give(stream, chat.user_turn(message["content"]))
-            answered = message["content"] == ""
+            answered = bool(message.get("imagined")) and not message["content"]
             continue
         stream.segments.append(
             Segment(Role.ACT, chat.output(message["content"]), Evidence.CLAIMED, finish_reason="stop")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import wait
+from contextlib import closing
 from itertools import chain, islice
 from typing import TypeVar
 
@@ -102,7 +103,8 @@ def episode(
                 break
     except ServiceFault as fault:
         trajectory.status, trajectory.reason = Status.FAULT, str(fault)
-    stream.open = False
+    finally:
+        stream.open = False
     return trajectory
 
 
@@ -205,30 +207,35 @@ def gather(episodes: Iterable[Steps[Result]]) -> Steps[list[Result]]:
         else:
             (waiting if isinstance(asked, Wait) else pending)[i] = asked
 
-    for i in range(len(live)):
-        advance(i, None)
-    while pending or waiting:
-        order = sorted(pending)
-        awaited = [i for i in waiting if not waiting[i].is_last] or ([] if order else list(waiting))
-        requests, futures = [pending.pop(i) for i in order], [waiting.pop(i).future for i in awaited]
-        completions = iter((yield [*chain(*requests)]) if order else ())
-        for i, asked in zip(order, requests, strict=True):
-            advance(i, [next(completions) for _ in asked])
-        wait(futures)
-        for i in awaited:
+    try:
+        for i in range(len(live)):
             advance(i, None)
+        while pending or waiting:
+            order = sorted(pending)
+            awaited = [i for i in waiting if not waiting[i].is_last] or ([] if order else list(waiting))
+            requests, futures = [pending.pop(i) for i in order], [waiting.pop(i).future for i in awaited]
+            completions = iter((yield [*chain(*requests)]) if order else ())
+            for i, asked in zip(order, requests, strict=True):
+                advance(i, [next(completions) for _ in asked])
+            wait(futures)
+            for i in awaited:
+                advance(i, None)
+    finally:  # an error in one ends the others too, and each closes its streams
+        for one in live:
+            one.close()
     return results
 
 
 def drive(steps: Steps[Result], generate: Generate) -> Result:
-    """Run a coroutine to its end with `generate` answering its requests."""
+    """Run a coroutine to its end with `generate` answering its requests. An error of `generate` closes it."""
     completions = None
-    while True:
-        try:
-            requests = steps.send(completions)
-        except StopIteration as stop:
-            return stop.value
-        completions = generate(requests)
+    with closing(steps):
+        while True:
+            try:
+                requests = steps.send(completions)
+            except StopIteration as stop:
+                return stop.value
+            completions = generate(requests)
 
 
 def rollout(

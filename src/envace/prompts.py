@@ -67,8 +67,8 @@ def user_messages(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def rehearsal_note(times: int, events: list[str], evaluation: str) -> str:
-    """What a memory says of `times` rehearsals that went alike."""
-    return f"- {times}x {' ; '.join(events) or 'no call'}: {evaluation}"
+    """What a memory says of `times` rehearsals that went alike, on one line."""
+    return " ".join(f"- {times}x {' ; '.join(events) or 'no call'}: {evaluation}".splitlines())
 
 
 def broken_off(reason: str) -> str:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 from envace.chat import ChatFormat, parse_action
 from envace.environments import Environment, fail_output, write_output
-from envace.episodes import add_user_turn, begin, gather, serve
+from envace.episodes import add_user_turn, begin, gather, serve, write_action
 from envace.filters import FILTERS
 from envace.prompts import (
     EVALUATE,
@@ -61,6 +61,7 @@ class Rehearsal:
     """An imagined trajectory and what the policy says of it.
 
     verdict: whether it calls the rehearsal good; None if it says neither good nor bad.
+    plan: the calls, equal for equal ones however they are written.
     """
 
     trajectory: Trajectory
@@ -69,7 +70,7 @@ class Rehearsal:
 
     @property
     def plan(self) -> tuple[str, ...]:
-        return tuple(call_text(exchange.call) for exchange in self.trajectory.exchanges)
+        return tuple(exchange.call.key() for exchange in self.trajectory.exchanges)
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Rehearser:
             trajectory.status, trajectory.reason = Status.FAULT, str(fault)
             evaluation = broken_off(trajectory.reason)
         finally:
-            trajectory.sequences[0].open = False
+            close(trajectory)
         return Rehearsal(trajectory, evaluation, verdict_of(evaluation))
 
     def _unfold(self, trajectory: Trajectory) -> Steps[None]:
@@ -123,7 +124,10 @@ class Rehearser:
                 return
 
     def _imagine_user_turn(self, trajectory: Trajectory) -> Steps[str]:
-        """What the user says next, "" if nothing more. In view shared it is written in the user's own slot."""
+        """What the user says next, "" if nothing more. In view shared it is written in the user's own slot.
+
+        Thinking before it stays in the stream and is no part of what is said.
+        """
         stream = trajectory.sequences[0]
         if self.separate:
             prompt = self.chat.prompt(user_messages(trajectory.messages))
@@ -135,20 +139,24 @@ class Rehearser:
         text = yield from write_output(
             trajectory, sequence, Role.REHEARSE, self.chat, self.limits, Evidence.REHEARSED, model="imagined user"
         )
-        if text is not None and sequence.segments[-1].ids[-1] not in self.chat.act_stops:
-            fail_output(trajectory, sequence, "user: the turn does not end as one")
-            text = None
-        text = (text or "").strip().removesuffix(USER_DONE)
         if self.separate:
             sequence.open = False
-            if text:
-                ids = self.chat.user_turn(text)
-                stream.segments.append(Segment(Role.CONTEXT, ids, Evidence.REHEARSED))
-        elif text:
+        if text is None:
+            return ""
+        said = parse_action(text)
+        ends_as_turn = sequence.segments[-1].ids[-1] in self.chat.act_stops
+        if said.calls or said.error or not ends_as_turn:
+            reason = said.error or ("a user calls no tool" if ends_as_turn else "the turn does not end as one")
+            fail_output(trajectory, sequence, f"user: {reason}")
+            return ""
+        if said.content in ("", USER_DONE):
+            return ""
+        if self.separate:
+            stream.segments.append(Segment(Role.CONTEXT, self.chat.user_turn(said.content), Evidence.REHEARSED))
+        else:
             stream.segments.append(Segment(Role.CONTEXT, self.chat.act_open(), Evidence.GIVEN))
-        if text:
-            trajectory.messages.append({"role": "user", "content": text})
-        return text
+        trajectory.messages.append({"role": "user", "content": said.content})
+        return said.content
 
     def evaluate(self, trajectory: Trajectory) -> Steps[str]:
         """What went wrong and how to fix it, as the policy answers when it is asked behind the rehearsal."""
@@ -174,7 +182,7 @@ class Rehearser:
         left_out["select"] = len(fit) - len(chosen)
         alike = Counter((tuple(events(r, in_full=in_full)), r.evaluation, r.verdict) for r in chosen)
         notes = list(alike)
-        while notes and len(self.chat.encode(text := self._text(notes, alike))) > self.settings.memory_tokens:
+        while notes and len(self.chat.literal(text := self._text(notes, alike))) > self.settings.memory_tokens:
             _, dropped = min((notes[i][2] is not None, i) for i in range(len(notes)))
             left_out["budget"] += alike[notes.pop(dropped)]
         return Memory(text if notes else "", rehearsals, +left_out)
@@ -189,35 +197,38 @@ class Rehearser:
 
         Best: one whose rehearsal is called good; of those what most of them do; of those the first.
         """
+        if not self.settings.n:
+            return (yield from write_action(trajectory, chat, limits))
         copies = [fork(trajectory) for _ in range(self.settings.n)]
         begun = len(trajectory.sequences[0].segments)
         evaluations = yield from gather([self._look_ahead(copy) for copy in copies])
-        outputs = [copy.sequences[0].segments[begun] for copy in copies if len(copy.sequences[0].segments) > begun]
-        if not outputs:
+        candidates = [
+            (copy.sequences[0].segments[begun], verdict_of(evaluation) is True)
+            for copy, evaluation in zip(copies, evaluations, strict=True)
+            if len(copy.sequences[0].segments) > begun
+        ]
+        if not candidates:
             trajectory.status, trajectory.reason = copies[0].status, copies[0].reason
             return None
-        texts = [chat.turn_text(output.ids) for output in outputs]
-        votes = Counter(texts)
-        ranks = [
-            (verdict_of(e) is True, votes[text], -i) for i, (e, text) in enumerate(zip(evaluations, texts, strict=True))
-        ]
-        best = ranks.index(max(ranks))
-        trajectory.sequences[0].segments.append(outputs[best])
-        if outputs[best].finish_reason == "length":
+        votes = Counter((good, deed(chat.turn_text(output.ids))) for output, good in candidates)
+        output, _ = max(candidates, key=lambda c: (c[1], votes[c[1], deed(chat.turn_text(c[0].ids))]))
+        trajectory.sequences[0].segments.append(output)
+        if output.finish_reason == "length":
             trajectory.status, trajectory.reason = Status.TRUNCATED, "new_tokens"
             return None
         # A copy in which it could not be read has noted that on the output, which is shared.
-        outputs[best].finish_reason = "stop"
-        return texts[best]
+        output.finish_reason = "stop"
+        return chat.turn_text(output.ids)
 
     def _look_ahead(self, copy: Trajectory) -> Steps[str]:
         try:
             yield from serve(copy, self.imagine(copy.task), self.chat, self.limits)
             return (yield from self.evaluate(copy))
         except ServiceFault as fault:
-            return broken_off(str(fault))
+            copy.status, copy.reason = Status.FAULT, str(fault)
+            return broken_off(copy.reason)
         finally:
-            copy.sequences[0].open = False
+            close(copy)
 
 
 def parallel(rehearser: Rehearser, task: Task) -> Steps[list[Rehearsal]]:
@@ -237,10 +248,17 @@ MODES = {"parallel": parallel, "sequential": sequential}
 
 def events(rehearsal: Rehearsal, *, in_full: bool) -> list[str]:
     """The calls of a rehearsal, in_full: with their responses and the answers."""
+    exchanges = rehearsal.trajectory.exchanges
     if not in_full:
-        return list(rehearsal.plan)
-    calls = [f"{call_text(e.call)} -> {to_json(e.response)}" for e in rehearsal.trajectory.exchanges]
+        return [call_text(e.call) for e in exchanges]
+    calls = [f"{call_text(e.call)} -> {to_json(e.response)}" for e in exchanges]
     return [*calls, *rehearsal.trajectory.answers]
+
+
+def deed(text: str) -> tuple[str, ...]:
+    """What an output of ACT does: its calls, or the answer it gives."""
+    action = parse_action(text)
+    return tuple(call.key() for call in action.calls) or (action.content,)
 
 
 def verdict_of(evaluation: str) -> bool | None:
@@ -270,6 +288,12 @@ def agreement(rehearsals: list[Rehearsal]) -> list[Rehearsal]:
 
 
 SELECTIONS = {"all": all_of_them, "agreement": agreement}
+
+
+def close(trajectory: Trajectory) -> None:
+    """Nothing more will be appended to any of its streams, so a KV cache may drop their rows."""
+    for sequence in trajectory.sequences:
+        sequence.open = False
 
 
 def fork(trajectory: Trajectory) -> Trajectory:
