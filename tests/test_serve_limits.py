@@ -29,6 +29,7 @@ from serving import (
 
 from envace.chat import ChatFormat
 from envace.generation import CachedGenerator
+from envace.serve.__main__ import is_loopback
 from envace.serve.batches import BatchWorker, Kind
 from envace.serve.local import LocalEngine
 from envace.settings import SamplingConfig
@@ -221,8 +222,9 @@ class TestAccess:
             for path in ("/metrics", "/v1/models", "/v1/nothing"):
                 assert_is_error(raw(root + path), 401, "invalid_api_key")
             for wrong in ("", "secre", "secret2", "sécret"):
-                with pytest.raises(openai.AuthenticationError):
-                    ask(server.client(api_key="x"), extra_headers={"Authorization": f"Bearer {wrong}".encode()})
+                assert_is_error(post(server, {"messages": user()}, Authorization=f"Bearer {wrong}"), 401)
+            with pytest.raises(openai.AuthenticationError):
+                ask(server.client(api_key="x"))
             assert ask(server.client(api_key="secret")).choices[0].message.content == "ok"
             status, text = raw(f"{root}/metrics", headers={"Authorization": "Bearer secret"})
         assert status == 200 and 'envace_requests_total{status="401"}' in text and "secret" not in text
@@ -262,3 +264,9 @@ class TestAccess:
             assert reply.result(WAIT).choices[0].message.content == "ok"
             server.thread.join(WAIT)
             assert not server.thread.is_alive()
+
+    @pytest.mark.parametrize(
+        "host, expected", [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False)]
+    )
+    def test_who_can_reach_it(self, host, expected):
+        assert is_loopback(host) is expected

@@ -21,7 +21,7 @@ from envace.demo.source import DemoSource
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
-WAIT = 300.0  # seconds after which something that should have happened has not
+WAIT = 900.0  # seconds after which something that should have happened has not
 ADDRESS = re.compile(r"serving on (http://\S+)")
 
 

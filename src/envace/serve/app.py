@@ -207,14 +207,15 @@ class ChatCompletions:
                         chunk = await anext(chunks, None)
                 await send({"type": "http.response.body", "body": DONE, "more_body": False})
         except Exception as error:
-            failure = timed_out() if isinstance(error, TimeoutError) else error
+            if isinstance(error, TimeoutError):
+                error = timed_out()
             if not has_started:
-                raise failure from error
+                raise error
             # The status is sent, so the stream itself says what happened.
-            if not isinstance(failure, ApiError):
+            if not isinstance(error, ApiError):
                 logger.exception("a stream failed")
-                failure = ApiError(500, "something went wrong here", type="server_error")
-            await _send_event(send, failure.body)
+                error = ApiError(500, "something went wrong here", type="server_error")
+            await _send_event(send, error.body)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _memory(self, request: ChatRequest) -> tuple[str, dict[str, str]]:

@@ -100,7 +100,7 @@ def parse_request(body: Any, *, model: str, conversation: str = "") -> ChatReque
     return ChatRequest(
         messages=_messages(body),
         tools=tools,
-        offers_tools=bool(tools) and _tool_choice(body) == "auto",
+        offers_tools=_tool_choice(body) == "auto" and bool(tools),
         temperature=max(temperature, LEAST_TEMPERATURE) if temperature else temperature,
         top_p=top_p,
         max_tokens=max_tokens or _integer(body, "max_tokens", 1, 2**31),
