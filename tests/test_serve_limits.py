@@ -22,18 +22,20 @@ from serving import (
     raw,
     running_scripted,
     says,
+    settings,
     team_of,
     until,
     user,
 )
 
 from envace.chat import ChatFormat
+from envace.config import ConfigError
 from envace.generation import CachedGenerator
-from envace.serve.__main__ import is_loopback
+from envace.serve.__main__ import is_loopback, main
 from envace.serve.batches import BatchWorker, Kind
 from envace.serve.local import LocalEngine
 from envace.settings import SamplingConfig
-from envace.types import Evidence, Request, Role, Segment, Sequence
+from envace.types import Evidence, Request, Role, Segment, Sequence, UserError
 
 
 @pytest.fixture(scope="module")
@@ -270,3 +272,42 @@ class TestAccess:
     )
     def test_who_can_reach_it(self, host, expected):
         assert is_loopback(host) is expected
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        (["rehearsal.mode=candidates"], "rehearsal.mode=candidates"),
+        (["serve.key_env=NO_SUCH_VARIABLE"], "serve.key_env must NAME"),
+        (["serve.host=999.999.999.999"], "serve.host=999.999.999.999"),
+        (["model.path=./nothing/here"], "model.path './nothing/here'"),
+        (
+            [
+                "model.path=./nothing/here",
+                "serve.backend=http://x/v1",
+                "serve.backend_model=x",
+                "rehearsal.mode=parallel",
+            ],
+            "model.path './nothing/here' has no tokenizer",
+        ),
+    ],
+)
+def test_what_cannot_work_is_said_at_once(overrides, expected):
+    with pytest.raises(UserError, match=re.escape(expected)):
+        main(settings(*overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        (["serve.backend=http://user:pass@x/v1"], "serve.backend=..."),
+        (["serve.backend=http://x/v1"], "serve.backend_model"),
+        (["serve.port=70000"], "serve.port"),
+        (["serve.key_env=sk-1234"], "serve.key_env=..."),
+        (["serve.timeout=0"], "serve.timeout"),
+        (["serve.backend=http://x/v1", "serve.backend_model=x", "rehearsal.path=y"], "rehearsal.path"),
+    ],
+)
+def test_settings_that_cannot_work(overrides, expected):
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        settings(*overrides)
