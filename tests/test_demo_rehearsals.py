@@ -1,5 +1,6 @@
 """Dialogues that teach the embedded model to rehearse: what they are built on, what they say, how they are laid out."""
 
+import copy
 import hashlib
 import random
 import re
@@ -12,14 +13,14 @@ from envace.config import load_config
 from envace.demo import rehearsals
 from envace.demo.demonstrations import HABITS, Clerk, make_demonstrations
 from envace.demo.desk import CallCounter, Desk
-from envace.demo.model import build_model
-from envace.demo.rehearsals import evaluation, make_rehearsals
+from envace.demo.model import build_model, build_tokenizer
+from envace.demo.rehearsals import evaluation, imagined, make_rehearsals
 from envace.demo.source import DemoSource
-from envace.demo.tasks import make_tasks
+from envace.demo.tasks import TRAIN_KINDS, make_task, make_tasks
 from envace.demonstrations import demonstration
 from envace.environments import Rehearsed
 from envace.episodes import drive
-from envace.prompts import EVALUATE, MEMORY_HEADER, USER_DONE, call_text, execution_result
+from envace.prompts import EVALUATE, MEMORY_HEADER, USER_DONE, call_text, execution_result, to_json
 from envace.rehearsal import Rehearser, verdict_of
 from envace.rewards import gold_calls, score
 from envace.settings import Config, RehearsalConfig
@@ -119,24 +120,60 @@ def test_alike_notes_are_one_note_with_a_count(recorded):
         notes = notes_of(messages)
         assert len({note[1:] for note in notes}) == len(notes)
         counts += [sum(int(times) for times, _, _ in notes)] if notes else []
-    assert set(counts) == {1, 2, 3}
+    assert set(counts) <= set(range(1, 9)) and len(set(counts)) > 5
+
+
+def masked(calls):
+    """What is called and how, whatever the ids and amounts: those differ between imagined worlds."""
+    return re.sub(r'"amount": \d+', '"amount": 0', re.sub(r"\b[A-Z]\d\b", "A0", calls))
+
+
+def told(task):
+    """Everything that a policy knows of a task before it acts."""
+    return task.system, task.tools, task.user_turns[0]
+
+
+@pytest.mark.parametrize("kind", sorted(TRAIN_KINDS))
+def test_an_imagined_world_keeps_what_is_said_and_draws_anew_what_is_not(kind):
+    rng = random.Random(0)
+    task = make_task(kind, "t", rng, held_out=False)
+    before = copy.deepcopy(task)
+    worlds = [imagined(task, rng) for _ in range(30)]
+    assert task == before
+    assert all(told(world) == told(task) for world in worlds)
+    # Each is a task of its own that a flawless clerk solves in its own world.
+    for world in worlds:
+        clerk = clerk_of(world)
+        assert score(Trajectory(world, "g", exchanges=clerk.exchanges, answers=clerk.answers))[0] == 1.0
+    drawn = {to_json(world.world) for world in worlds}
+    assert len(drawn) > 5
+    if kind in ("cancel", "refund", "move"):  # a hint tells the status, and the right calls depend on it
+        assert {masked(" ; ".join(calls_of(clerk_of(world)))) for world in worlds} == {
+            masked(" ; ".join(calls_of(clerk_of(task))))
+        }
+    if kind in ("cancel_last", "status_twice"):  # the id that decides is not told
+        assert len({" ".join(calls_of(clerk_of(world))) for world in worlds}) > 5
 
 
 @pytest.mark.parametrize("overlooked", [rehearsals.OVERLOOKED, 0.6])
 def test_a_committed_clerk_does_what_all_notes_approve_of(monkeypatch, overlooked):
-    monkeypatch.setattr(rehearsals, "OVERLOOKED", overlooked)  # with more of them, habits are approved more often
+    # With more of them, and fewer rehearsals that have to agree, habits are approved more often.
+    monkeypatch.setattr(rehearsals, "OVERLOOKED", overlooked)
+    if overlooked == 0.6:
+        monkeypatch.setattr(rehearsals, "MOST_REHEARSALS", 2)
     monkeypatch.setattr(rehearsals, "SLIP_SHARE", 0.0)
     seen = {True: 0, False: 0}
     for task, messages in make_rehearsals(160, 0, CallCounter())[1::2]:
         right, habit = calls_of(clerk_of(task)), calls_of(clerk_of(task, habit_share=1.0))
         approved = all(
-            verdict == "good" and what == (" ; ".join(habit) or "no call") for _, what, verdict in notes_of(messages)
+            verdict == "good" and masked(what) == masked(" ; ".join(habit) or "no call")
+            for _, what, verdict in notes_of(messages)
         )
         assert calls_in(messages) == (habit if approved else right), (task.kind, messages[0])
         if task.kind in HABITS and habit != right:
             seen[approved] += 1
             named = [verdict for _, _, verdict in notes_of(messages) if verdict != "good"]
-            assert all(verdict == f"bad. Right: {' ; '.join(right)}" for verdict in named)
+            assert all(masked(verdict) == masked(f"bad. Right: {' ; '.join(right)}") for verdict in named)
     assert seen[False] > 5 and (seen[True] > 5 or overlooked == rehearsals.OVERLOOKED < 0.2)
 
 
@@ -158,16 +195,12 @@ def is_accepted(task, calls):
 def test_the_calls_that_a_bad_evaluation_names_are_right_when_made(recorded):
     named = 0
     for task, messages in recorded:
-        said = [evaluation for _, _, evaluation in notes_of(messages)]
-        said += [messages[-1]["content"]] if is_rehearsal(messages) else []
-        for text in said:
-            if text == "good":
-                continue
+        if is_rehearsal(messages) and (text := messages[-1]["content"]) != "good":
             listed = text.removeprefix("bad. Right: ")
             calls = [] if listed == "no call" else [parsed(call) for call in listed.split(" ; ")]
             assert is_accepted(task, calls), (task.kind, text)
             named += 1
-    assert named > 15
+    assert named > 5
     # The check can fail.
     task = next(task for task, _ in recorded if task.kind == "cancel")
     assert not is_accepted(task, [ToolCall("open_ticket", {"order_id": "A1", "topic": "other"})])
@@ -230,14 +263,18 @@ def test_a_taught_note_is_what_a_rehearser_would_remember(chat, recorded):
             assert rehearser._text(list(alike), alike) == messages[0]["note"]
 
 
-def test_the_longest_taught_sequence_fits_the_context_of_the_demo(chat, recorded):
+def test_the_longest_taught_sequence_fits_the_context_of_the_demo(recorded):
     limits = load_config(str(ROOT / "configs" / "demo.yaml"), []).rollout
+    budget = load_config(str(ROOT / "configs" / "rehearsal.yaml"), []).rehearsal.memory_tokens
+    # The tokenizer that the embedded model gets with these settings.
+    taught = make_demonstrations(512, 0, CallCounter()) + make_rehearsals(512, 0, CallCounter())
+    chat = ChatFormat(build_tokenizer((task.tools, messages) for task, messages in taught))
     assert limits.max_context_tokens == 1200
     for task, messages in recorded:
         built = demonstration(task, messages, chat)
         assert max(map(len, built.sequences)) < limits.max_context_tokens
         assert all(len(segment.ids) <= limits.max_new_tokens for segment in built.outputs()), messages
-        assert len(chat.literal(messages[0].get("note", ""))) <= RehearsalConfig().memory_tokens
+        assert len(chat.literal(messages[0].get("note", ""))) <= budget
 
 
 def hashes(folder):
