@@ -450,6 +450,8 @@ def test_a_process_that_was_killed_is_one_clear_line():
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_command_saves_where_each_run_is_and_goes_on_from_there(folder, asked):
+    if signal.getsignal(asked) is signal.SIG_IGN:
+        pytest.skip("the shell that started the tests ignores Ctrl-C, and so does every process of theirs")
     command = [sys.executable, "-m", "envace.ablations", "--quick", "--only", "envace"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -464,7 +466,7 @@ def test_an_interrupted_command_saves_where_each_run_is_and_goes_on_from_there(f
     console = (sft / "console.log").read_text()
     assert "SIGTERM: stopped after step" in console and not (sft / "done.json").exists()
     subprocess.run(command, env=environment, check=True, capture_output=True)
-    assert "resumed" in (sft / "console.log").read_text().removeprefix(console)
+    assert "going on after step" in (sft / "console.log").read_text().removeprefix(console)
     assert [run.variant for run in recorded(True)] == ["envace"]
 
 
