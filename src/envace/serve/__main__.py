@@ -35,6 +35,9 @@ from envace.types import UserError, first_line
 
 logger = logging.getLogger("envace")
 
+# Longer than clients keep an idle connection: a server that hangs up just as it is used again loses a request.
+KEEP_ALIVE_SECONDS = 75
+
 
 def main(config: Config) -> None:
     if config.rehearsal.mode == "candidates":
@@ -109,6 +112,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=math.ceil(timeout) + 1,
             )
         )

@@ -42,7 +42,7 @@ class RemoteEngine:
 
     async def complete(self, request: ChatRequest, memory: str) -> dict[str, Any]:
         create = self.client.chat.completions.with_raw_response.create
-        reply = await self._asked(create(**self._passed_on(request, memory)))
+        reply = await self._asked(lambda: create(**self._passed_on(request, memory)))
         choice = _first_choice(reply)
         if not isinstance(choice.get("message"), dict):
             raise backend_error("the backend's reply is no chat completion")
@@ -52,10 +52,7 @@ class RemoteEngine:
         arguments = self._passed_on(request, memory) | {"stream": True}
         if request.include_usage:
             arguments["stream_options"] = {"include_usage": True}
-        try:
-            events = await self.client.chat.completions.create(**arguments)
-        except APIError as error:
-            raise self._failure(error) from None
+        events = await self._sent(lambda: self.client.chat.completions.create(**arguments))
 
         async def passed_on() -> Chunks:
             is_whole = False
@@ -107,7 +104,7 @@ class RemoteEngine:
         """What the backend writes behind the ids of a sequence."""
         sampling = self.config.rehearsal.sampling
         reply = await self._asked(
-            self.client.completions.with_raw_response.create(
+            lambda: self.client.completions.with_raw_response.create(
                 model=self.model,
                 prompt=request.sequence.ids,
                 max_tokens=request.max_new_tokens,
@@ -141,17 +138,27 @@ class RemoteEngine:
         stop = next((token for token in named if isinstance(token, int) and token in request.stop_ids), None)
         return [*ids, self.chat.turn_end if stop is None else stop]
 
-    async def _asked(self, asking: Awaitable[Any]) -> dict[str, Any]:
+    async def _asked(self, ask: Callable[[], Awaitable[Any]]) -> dict[str, Any]:
+        response = await self._sent(ask)
         try:
-            response = await asking
             value, _ = decode_json(response.text, 0)
-        except APIError as error:
-            raise self._failure(error) from None
         except ValueError:
             raise backend_error("the backend's reply is no JSON") from None
         if not isinstance(value, dict):
             raise backend_error("the backend's reply is no JSON object")
         return value
+
+    async def _sent(self, ask: Callable[[], Awaitable[Any]]) -> Any:
+        """Once more if the line breaks, as the backend may have hung up on an idle connection just as it was used."""
+        try:
+            try:
+                return await ask()
+            except APIConnectionError as error:
+                if isinstance(error, APITimeoutError):
+                    raise
+                return await ask()
+        except APIError as error:
+            raise self._failure(error) from None
 
     def _failure(self, error: APIError) -> ApiError:
         """What a client is told. Only where the request itself is refused does the backend have a say in it."""
