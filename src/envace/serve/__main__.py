@@ -57,7 +57,8 @@ def open_engine(config: Config, metrics: Metrics) -> Engine:
         chat = None
         if config.rehearsal.mode != "none":
             chat = ChatFormat(_tokenizer(config.model), thinking=config.rollout.thinking)
-        return RemoteEngine(config, chat, secret(config.serve.backend_key_env, "serve.backend_key_env"))
+        key = secret(config.serve.backend_key_env, "serve.backend_key_env")
+        return RemoteEngine(config, chat, key, metrics.retries.inc)
     team = evaluation_team(config)
     rehearsing = team if config.rehearsal.mode == "none" else rehearsing_team(team, config)
     return LocalEngine(config, team, rehearsing, metrics.batches.observe)

@@ -28,6 +28,7 @@ class Metrics:
         self.tokens = Counter("envace_tokens", "Tokens: prompt, completion, rehearsal (sampled)", ["kind"], **options)
         self.rehearsals = Counter("envace_rehearsals", "Imagined trajectories", **options)
         self.memories = Counter("envace_memories", "Conversations that got a memory", ["cached"], **options)
+        self.retries = Counter("envace_backend_retries", "Requests sent once more, as the line broke", **options)
         self.batches = Histogram("envace_batch_jobs", "Jobs generated together", buckets=ROWS, **options)
 
     def used(self, usage: Any) -> None:

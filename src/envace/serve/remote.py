@@ -8,6 +8,7 @@ than text, as text would turn tags that a user has spelled out into tokens.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -22,16 +23,24 @@ from envace.serve.errors import ApiError, backend_error, bad_request, timed_out
 from envace.serve.local import checked_prompt
 from envace.serve.requests import ChatRequest
 from envace.settings import Config
-from envace.types import Completion, Request, Result, Steps, Task
+from envace.types import Completion, Request, Result, Steps, Task, first_line
+
+logger = logging.getLogger("envace")
 
 MESSAGE_CHARS = 300  # of what the backend says about a request
 
 
 class RemoteEngine:
-    """chat: the format of the backend's model, needed to rehearse. key: of the backend, "" if it wants none."""
+    """chat: the format of the backend's model, needed to rehearse. key: of the backend, "" if it wants none.
 
-    def __init__(self, config: Config, chat: ChatFormat | None, key: str = ""):
+    on_retry: called before a request is sent once more.
+    """
+
+    def __init__(
+        self, config: Config, chat: ChatFormat | None, key: str = "", on_retry: Callable[[], object] = lambda: None
+    ):
         self.config = config
+        self.on_retry = on_retry
         self.chat = chat
         self.model = config.serve.backend_model
         self.key = key
@@ -156,6 +165,8 @@ class RemoteEngine:
             except APIConnectionError as error:
                 if isinstance(error, APITimeoutError):
                     raise
+                logger.warning("the line to the backend broke (%s): asking once more", first_line(error))
+                self.on_retry()
                 return await ask()
         except APIError as error:
             raise self._failure(error) from None
