@@ -281,6 +281,7 @@ def hashes(folder):
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
 
 
+@pytest.mark.slow
 def test_without_rehearsals_everything_is_as_it_was(tmp_path):
     def source(rehearsals):
         config = Config()
