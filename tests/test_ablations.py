@@ -34,7 +34,12 @@ from envace.ablations.runs import (
     variants,
     with_warm_ups,
 )
+from envace.chat import ChatFormat
 from envace.config import ConfigError, load_config, settings_of
+from envace.demo.demonstrations import make_demonstrations
+from envace.demo.desk import CallCounter
+from envace.demo.model import build_tokenizer
+from envace.demonstrations import demonstration
 from envace.records import write_record
 from envace.report import ablations as report
 from envace.report.ablations import difference, statement, summarise, t_interval, table, write_report
@@ -69,7 +74,10 @@ DIFFERENCES = {
     "per_role_lora": ("per_role_policy.yaml", {"policy.lora.r": (0, 16)}),
     "per_role_policy": ("../demo.yaml", {"rl.team": ("shared", "per_role")}),
     "rehearse_only": ("../demo.yaml", {"rl.role_weights": ({"act": 1, "rehearse": 1}, {"act": 0, "rehearse": 1})}),
-    "separate_view": ("../demo.yaml", {"rollout.view": ("shared", "separate")}),
+    "separate_view": (
+        "../demo.yaml",
+        {"rollout.view": ("shared", "separate"), "rollout.max_new_tokens": (48, 64)},
+    ),
     "shared_baseline": ("../demo.yaml", {"rl.baseline": ("rolewise", "shared")}),
     "verifier_filter": ("../demo.yaml", {"rl.keep": ("all", "consistent")}),
 }
@@ -86,6 +94,17 @@ def test_a_file_changes_what_its_name_says_and_nothing_else(name):
     assert f"\ninherits: {base}\n" in path.read_text()
     before, after = (settings_of(load_config(str(file), [])) for file in (path.parent / base, path))
     assert {key: (before[key], after[key]) for key in after if before[key] != after[key]} == expected
+
+
+@pytest.mark.parametrize("name", ["envace", "separate_view"])
+def test_every_output_that_sft_teaches_fits_the_longest_output_of_a_rollout(name):
+    config = load_config(str(CONFIGS / "ablations" / f"{name}.yaml"), [])
+    recorded = make_demonstrations(512, 0, CallCounter())
+    chat = ChatFormat(build_tokenizer((task.tools, messages) for task, messages in recorded))
+    separate = config.rollout.view == "separate"
+    taught = [demonstration(task, messages, chat, separate=separate) for task, messages in recorded]
+    lengths = [len(output.ids) for trajectory in taught for output in trajectory.outputs()]
+    assert config.rollout.max_new_tokens / 2 < max(lengths) <= config.rollout.max_new_tokens
 
 
 # The runner, with stubs in place of training and evaluation
