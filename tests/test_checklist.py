@@ -212,7 +212,7 @@ def oracle(lists, turns, dependence):
             played[t][v][s][i] = value
         outcomes.append(_play(lists, played, dependence))
     # Where the last turn's gate is open in some cases and closed in others, nobody knew whether to go on.
-    undecided = {gate for _, gate in outcomes} == {True, False}
+    undecided = {gate for _, gate in outcomes} >= {True, False}
     rewards = set()
     for score, gate in outcomes:
         rewards.add(score / len(lists.variants) / lists.num_turns)
@@ -237,7 +237,7 @@ def _play(lists, turns, dependence):
             ended += any(i.required_for_next_turn and i.id not in first for i in variant[number])
         gate = number == len(turns) - 1
         if ended > len(lists.variants) / 2:
-            return total, False
+            return total, False if number == len(turns) - 1 else None  # the last turn is not reached
     return total, gate
 
 

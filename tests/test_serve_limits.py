@@ -128,7 +128,7 @@ class TestLimits:
             model.may_write.set()
             first.result(WAIT)
             ask(server.client(), user("third"))
-            assert server.metric("envace_requests_total", status="499") == 1
+            until(lambda: server.metric("envace_requests_total", status="499") == 1)
         written = "".join(prompt for batch in policy.prompts for prompt in batch)
         assert "first" in written and "third" in written and "second" not in written
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 RUNS = [f"{kind}-{model}-{size}" for kind in ("sft", "rl") for model in ("base", "adapter") for size in (1, 4)]
 
 
-def launch(script, *arguments, processes=2, timeout=200):
+def launch(script, *arguments, processes=2, timeout=500):
     """Run `script` on CPU processes. Returns what it wrote."""
     paths = [str(Path(__file__).parents[1] / "src"), str(Path(__file__).parents[1]), str(Path(__file__).parent)]
     environment = os.environ | {
