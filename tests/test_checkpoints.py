@@ -934,12 +934,25 @@ def test_of_several_other_settings_one_is_named_and_the_rest_counted(tmp_path):
     "change",
     [
         *("checkpoint.every=5", "checkpoint.keep=9", "policy.logprob_chunk=7", "policy.gradient_checkpointing=true"),
+        *("rehearsal.n=3", "rehearsal.mode=parallel", "serve.port=80"),
         *("eval.every=3", "eval.samples=4", "eval.tasks=2", "eval.sampling.temperature=0", "eval.sampling.top_k=3"),
     ],
 )
 def test_settings_that_do_not_touch_the_training_may_change(tmp_path, change):
     loop(tmp_path, "checkpoint.every=2", steps=2)
     assert loop(tmp_path, "checkpoint.resume=true", change, steps=3)[:2] == (3, 6)
+
+
+def test_a_setting_that_came_since_had_its_default_then(tmp_path):
+    loop(tmp_path, "checkpoint.every=2", steps=2)
+    file = tmp_path / "checkpoints" / "rl" / "step-000002" / "rank0.json"
+    state = json.loads(file.read_text())
+    assert state["settings"].pop("rl.keep") == "all"
+    file.write_text(json.dumps(state))
+    sizes = file.with_name("files.json")
+    sizes.write_text(json.dumps(json.loads(sizes.read_text()) | {"rank0.json": file.stat().st_size}))
+    assert "rl.keep=all, this run has consistent" in refusal(tmp_path, "rl.keep=consistent")
+    assert loop(tmp_path, "checkpoint.resume=true", steps=3)[:2] == (3, 6)
 
 
 def test_a_run_may_move_to_another_folder(tmp_path):

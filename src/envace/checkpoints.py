@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from envace.config import settings_of
+from envace.config import default_settings, settings_of
 from envace.rules import ENDPOINT_SECTIONS
 from envace.settings import Config
 from envace.types import Interruption, UserError
@@ -30,7 +30,8 @@ REACHED = (
 )
 # Settings that a resumed run may change: they touch what is trained by rounding at most. Those of the other stage, too.
 FREE = (
-    *("checkpoint.", "eval.", "data.eval", "run_dir", "policy.logprob_chunk", "policy.gradient_checkpointing"),
+    *("checkpoint.", "eval.", "rehearsal.", "serve.", "data.eval", "run_dir"),
+    *("policy.logprob_chunk", "policy.gradient_checkpointing"),
     *(f"{section}.{name}" for section in ENDPOINT_SECTIONS for name in REACHED),
 )
 OTHER_STAGE = {"sft": "rl.", "rl": "sft."}
@@ -229,11 +230,11 @@ class Checkpoints:
                 f"{folder} was written by {state['world_size']} processes and this run has {self.policy.world_size}: "
                 "start as many, or begin a new run from an exported model"
             )
-        ours = settings_of(self.config)
+        ours, theirs = settings_of(self.config), default_settings() | state["settings"]
         differing = {
-            key: (state["settings"].get(key), ours.get(key))
+            key: (theirs.get(key), ours.get(key))
             for key in sorted(ours.keys() | state["settings"].keys())
-            if not key.startswith(self.free) and ours.get(key) != state["settings"].get(key)
+            if not key.startswith(self.free) and ours.get(key) != theirs.get(key)
         }
         if differing:
             key, (theirs, mine) = next(iter(differing.items()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import io
+import json
 import math
 import platform
 import subprocess
@@ -76,6 +77,15 @@ def settings_of(config: Config) -> dict[str, Any]:
     """Every setting by its dotted key."""
     keys = [key for key, setting in schema().items() if not is_dataclass(setting.kind)]
     return {key: attrgetter(key)(config) for key in keys}
+
+
+@cache
+def default_settings() -> dict[str, Any]:
+    """What every setting is if nobody sets it, as JSON has it.
+
+    A setting that came after a file was written had its default then: a new one's default changes nothing.
+    """
+    return json.loads(json.dumps(settings_of(load_config(None, ["model.path="]))))
 
 
 def versions() -> dict[str, str]:

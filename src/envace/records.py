@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from envace.config import load_config, settings_of
+from envace.config import default_settings
 from envace.tracking import without_nan
 from envace.types import UserError
 
@@ -15,7 +14,7 @@ from envace.types import UserError
 def is_done(record: Path, settings: dict[str, dict[str, Any]]) -> bool:
     """Whether a record exists. Raises UserError if it was made with other settings than these, {stage: {key: value}}.
 
-    A setting that came since had its default then: the rule for a new one is that its default changes nothing.
+    A setting that came since had its default then.
     """
     if not record.exists():
         return False
@@ -24,7 +23,7 @@ def is_done(record: Path, settings: dict[str, dict[str, Any]]) -> bool:
     differing = [
         f"{stage} {key}={was.get(key)}, now it is {now[stage].get(key)}"
         for stage in now
-        for was in [_defaults() | before[stage]]
+        for was in [default_settings() | before[stage]]
         for key in sorted(before[stage].keys() | now[stage].keys())
         if was.get(key) != now[stage].get(key)
     ]
@@ -43,8 +42,3 @@ def write_record(record: Path, settings: dict[str, dict[str, Any]], **found: Any
 
 def read_record(record: Path) -> dict[str, Any]:
     return json.loads(record.read_text(encoding="utf-8"))
-
-
-@cache
-def _defaults() -> dict[str, Any]:
-    return json.loads(json.dumps(settings_of(load_config(None, ["model.path="]))))
