@@ -285,6 +285,15 @@ def test_user_turns_are_capped(chat, scripted, separate, turns):
     assert len(rehearsal.trajectory.answers) == turns
 
 
+def test_an_evaluation_that_runs_to_its_cap_is_no_verdict_on_a_rehearsal_that_finished(chat, scripted):
+    generate = scripted(chat, "hi", "bad " * 50)
+    rehearser = rehearser_of(chat, user_turns=1, limits=limits(max_new_tokens=20))
+    rehearsal = drive(rehearser.rehearse(TASK), generate)
+    assert len(rehearsal.trajectory.outputs()[-1].ids) == 20
+    assert (rehearsal.trajectory.status, rehearsal.trajectory.reason) == (Status.FINISHED, "")
+    assert rehearsal.evaluation == "" and rehearsal.verdict is None
+
+
 @BOTH_VIEWS
 def test_a_user_turn_that_runs_to_its_cap_breaks_the_rehearsal_off(chat, scripted, separate):
     long = user(chat, "more " * 50)

@@ -159,13 +159,17 @@ class Rehearser:
         return said.content
 
     def evaluate(self, trajectory: Trajectory) -> Steps[str]:
-        """What went wrong and how to fix it, as the policy answers when it is asked behind the rehearsal."""
+        """What went wrong and how to fix it, as the policy answers when it is asked behind the rehearsal.
+
+        "" if it does not come to an end of its answer: that is no verdict on a rehearsal that did.
+        """
         if trajectory.status is not Status.FINISHED:
             return broken_off(trajectory.reason)
         add_user_turn(trajectory, EVALUATE, self.chat)
         text = yield from write_output(trajectory, trajectory.sequences[0], Role.ACT, self.chat, self.limits)
         if text is None:
-            return broken_off(trajectory.reason)
+            trajectory.status, trajectory.reason = Status.FINISHED, ""
+            return ""
         trajectory.messages.append({"role": "assistant", "content": text})
         return " ".join((parse_action(text).content or text).split())
 
