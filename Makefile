@@ -65,6 +65,9 @@ eval: $(STAMP)  ## evaluation (CONFIG=... ARGS="...")
 serve: $(STAMP)  ## an OpenAI-compatible endpoint over a checkpoint (CONFIG=... ARGS="model.path=FOLDER serve.port=8000")
 	@$(VENV) -m envace.serve --config $(CONFIG) $(ARGS)
 
+bench-setup-%: $(STAMP)  ## put an official harness in .bench: bench-setup-bfcl
+	@$(VENV) -m envace.benchmarks.setup $*
+
 doctor: $(STAMP)  ## check machine, config, model and memory before a long run (CONFIG=... ARGS="...")
 	@$(VENV) -m envace.doctor --config $(CONFIG) $(ARGS)
 

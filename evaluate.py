@@ -8,6 +8,7 @@ rounds (with the number of runs), success by kind, and the success of every task
 With rehearsal.mode=parallel, sequential or candidates: private rehearsals, then one real execution of each run; the
 file then has real success with its interval, what failed on the way, what the rehearsals were worth and what they cost.
 Data without an executable environment (CM2) has rehearsed runs only, and the interval is of rehearsed success.
+With benchmark=bfcl, tau2, vita or finmcp: that official harness instead; see `envace.benchmarks.runs`.
 With a gate (gate.mode) also how true its predictions were in the sampled real runs, and <run_dir>/calibration.png.
 """
 
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from envace.benchmarks.runs import evaluate_benchmark
 from envace.committed import rehearse_and_execute, results_of
 from envace.data import ExecutableSource, Source, open_source, tasks_within
 from envace.evaluation import (
@@ -41,6 +43,8 @@ from envace.types import Task, Trajectory, UserError
 
 
 def main(config: Config) -> dict[str, Any]:
+    if config.benchmark != "none":
+        return evaluate_benchmark(config)
     with Services(config) as services:
         team = evaluation_team(config)
         policy = team.lead

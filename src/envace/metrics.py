@@ -6,9 +6,10 @@ batches or ranks have to be pooled, shares where a person reads them.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ from envace.types import (
 )
 
 ROLES = {"act": Role.ACT, "rehearse": Role.REHEARSE}
+
+
+# Student's t at 97.5 %, by degrees of freedom.
+T_QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
 def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
@@ -218,6 +223,15 @@ def is_reward_hacking(rehearsed: list[float], real: list[float], *, tolerated: f
     more than `tolerated`: the policy then learns responses that please the scorer, not work. NaN is never hacking."""
     grew = gap_growth(rehearsed, real) > tolerated + 1e-9  # a growth of exactly `tolerated` may round to more
     return grew and rehearsed[-1] > rehearsed[0] and real[-1] <= real[0]
+
+
+def t_interval(values: list[float]) -> tuple[float, float] | None:
+    """95% interval of the mean of independent values; None for a single one. NaN in, NaN out."""
+    if len(values) < 2:
+        return None
+    mean = fmean(values)
+    half = T_QUANTILES[len(values) - 1] * (stdev(values) if math.isfinite(mean) else math.nan) / math.sqrt(len(values))
+    return mean - half, mean + half
 
 
 def bootstrap_ci(

@@ -192,14 +192,36 @@ class ServeConfig:
     host: str = "127.0.0.1"  # address to listen on; any but a loopback one wants a key
     port: int = 8000  # 0 takes a free one and logs it
     key_env: str = ""  # NAME of the environment variable that holds the key clients must send; empty: no key
+    name: str = ""  # what the model is called here; empty: the name of its folder, or that at the backend
     backend: str = ""  # base URL of an OpenAI-compatible server, http://host:8000/v1; empty: serve model.path itself
-    backend_model: str = ""  # name of the model at the backend, and here
+    backend_model: str = ""  # name of the model at the backend
     backend_key_env: str = ""  # NAME of the environment variable that holds the backend's key; empty: no key
     max_new_tokens: int = 1024  # longest reply, also of a request that asks for more or names no length
     max_body_bytes: int = 4194304  # a longer request is refused
     max_queue: int = 256  # requests waiting or being answered; one more is refused
     timeout: float = 300.0  # seconds until a request is given up, its rehearsals included
     cache: int = 1024  # conversations whose memory is kept
+    only_offered_calls: bool = False  # a reply with a call to another tool, or with odd argument names, is text
+
+
+@dataclass
+class PartnerConfig:
+    url: str = ""  # base URL of an OpenAI-compatible server, http://host:8000/v1; empty: there is none
+    model: str = ""  # name of the model there
+    key_env: str = ""  # NAME of the environment variable that holds its key; empty: no key
+    temperature: float = 0.0  # of its answers
+
+
+@dataclass
+class BenchConfig:
+    home: str = ".bench"  # where `make bench-setup-NAME` has put the harnesses
+    parts: list[str] = field(default_factory=list)  # categories or domains; empty: all that need nothing from outside
+    tasks: int = 0  # only the first N tasks of each part; 0 takes all
+    trials: int = 4  # runs of each task, each with a seed of its own
+    concurrency: int = 16  # tasks at once
+    retries: int = 3  # further tries of tasks that ended by a fault of the infrastructure
+    user: PartnerConfig = field(default_factory=PartnerConfig)  # tau2, vita: who plays the user
+    judge: PartnerConfig = field(default_factory=PartnerConfig)  # tau2 retail, vita: who judges
 
 
 @dataclass
@@ -221,5 +243,7 @@ class Config:
     rl: RLConfig = field(default_factory=RLConfig)  # role-wise GRPO
     eval: EvalConfig = field(default_factory=EvalConfig)  # held-out evaluation
     serve: ServeConfig = field(default_factory=ServeConfig)  # the endpoint that applications talk to
+    benchmark: Literal["none", "bfcl", "tau2", "vita", "finmcp"] = "none"  # evaluate.py runs this official harness
+    bench: BenchConfig = field(default_factory=BenchConfig)  # how
     run_dir: str = "runs/default"  # where checkpoints, logs and trajectories go
     seed: int = 0  # seed of sampling, shuffling and initialisation

@@ -11,20 +11,18 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from envace.config import versions
-from envace.metrics import bootstrap_ci
+from envace.metrics import T_QUANTILES, bootstrap_ci, t_interval
 from envace.tracking import without_nan
 
 REFERENCE = "envace"
 CLAIMS = {"grpo": 5.5, "per_role_policy": 1.2}  # the paper's gains of EnvACE over them on tau2-bench, in points
-# Student's t at 97.5 %, by degrees of freedom.
-T_QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 MOST_SEEDS = 1 + max(T_QUANTILES)
 COLUMNS = {  # metric: (title, what a unit of the table is, decimals)
     "real_success": ("real success, %", 0.01, 1),
@@ -36,15 +34,6 @@ COLUMNS = {  # metric: (title, what a unit of the table is, decimals)
     "env_calls": ("real calls in training", 1, 0),
 }
 Interval = tuple[float, float]
-
-
-def t_interval(values: list[float]) -> Interval | None:
-    """95% interval of the mean of independent values; None for a single one. NaN in, NaN out."""
-    if len(values) < 2:
-        return None
-    mean = fmean(values)
-    half = T_QUANTILES[len(values) - 1] * (stdev(values) if math.isfinite(mean) else math.nan) / math.sqrt(len(values))
-    return mean - half, mean + half
 
 
 def summarise(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -25,6 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from envace.chat import ChatFormat
 from envace.serve.app import create_app
 from envace.serve.engine import Engine
+from envace.serve.guard import GuardedEngine
 from envace.serve.local import LocalEngine
 from envace.serve.metrics import Metrics
 from envace.serve.remote import RemoteEngine
@@ -47,7 +48,10 @@ def main(config: Config) -> None:
         if not is_loopback(config.serve.host) and not key:
             logger.warning("serve.host=%s lets everyone in: set serve.key_env", config.serve.host)
         metrics = Metrics()
-        app = create_app(open_engine(config, metrics), config, key=key, metrics=metrics)
+        engine = open_engine(config, metrics)
+        if config.serve.only_offered_calls:
+            engine = GuardedEngine(engine, metrics.refused_calls.inc)
+        app = create_app(engine, config, key=key, metrics=metrics)
         asyncio.run(serve(app, listening, config.serve.timeout))
     logger.info("stopped")
 

@@ -29,7 +29,7 @@ class LocalEngine:
         self.config = config
         self.team = team
         self.rehearsing = rehearsing
-        self.model = Path(config.model.path).name
+        self.model = config.serve.name or Path(config.model.path).name
         self.chat = team.lead.chat
         self.rehearser = rehearser_of(config, rehearsing.lead.chat, rehearsing.writers[Role.REHEARSE].name)
         self.worker = BatchWorker(config.rollout.batch_size, on_batch)

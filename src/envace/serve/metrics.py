@@ -29,6 +29,7 @@ class Metrics:
         self.rehearsals = Counter("envace_rehearsals", "Imagined trajectories", **options)
         self.memories = Counter("envace_memories", "Conversations that got a memory", ["cached"], **options)
         self.retries = Counter("envace_backend_retries", "Requests sent once more, as the line broke", **options)
+        self.refused_calls = Counter("envace_refused_calls", "Replies whose calls were made text", **options)
         self.batches = Histogram("envace_batch_jobs", "Jobs generated together", buckets=ROWS, **options)
 
     def used(self, usage: Any) -> None:

@@ -42,7 +42,7 @@ class RemoteEngine:
         self.config = config
         self.on_retry = on_retry
         self.chat = chat
-        self.model = config.serve.backend_model
+        self.model = config.serve.name or config.serve.backend_model
         self.key = key
         # The deadline of a request is the server's; a failure is the client's to know of at once.
         self.client = AsyncOpenAI(
@@ -103,7 +103,7 @@ class RemoteEngine:
         if not self.config.rollout.thinking:  # as vLLM and SGLang hand it to the chat template
             settings["extra_body"] = {"chat_template_kwargs": {"enable_thinking": False}}
         return {
-            "model": self.model,
+            "model": self.config.serve.backend_model,
             "messages": with_memory(request.messages, memory),
             "max_tokens": min(request.max_tokens or longest, longest),
             **{name: value for name, value in settings.items() if value not in (None, [])},
@@ -114,7 +114,7 @@ class RemoteEngine:
         sampling = self.config.rehearsal.sampling
         reply = await self._asked(
             lambda: self.client.completions.with_raw_response.create(
-                model=self.model,
+                model=self.config.serve.backend_model,
                 prompt=request.sequence.ids,
                 max_tokens=request.max_new_tokens,
                 temperature=sampling.temperature,

@@ -1,0 +1,1 @@
+"""Official benchmark harnesses, unmodified, against an endpoint of this project."""

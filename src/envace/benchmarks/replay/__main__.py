@@ -1,0 +1,78 @@
+"""Serve a script as an OpenAI-compatible endpoint.
+
+    python -m envace.benchmarks.replay bfcl --mode oracle --parts multi_turn_base [--port 0] [--home .bench]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from envace.benchmarks.replay import bfcl
+from envace.benchmarks.replay.script import Script, ScriptError, silent
+from envace.config import load_config
+from envace.serve.__main__ import bound, serve
+from envace.serve.app import create_app
+from envace.serve.engine import Chunks, Prepared
+from envace.serve.errors import bad_request
+from envace.serve.replies import Reply, completion
+from envace.serve.requests import ChatRequest
+from envace.tracking import setup_logging
+from envace.types import Task, UserError
+
+ORACLES: dict[str, Callable[[Path, Iterable[str]], Script]] = {"bfcl": bfcl.oracle}
+NAME = "replay"
+logger = logging.getLogger("envace")
+
+
+class ReplayEngine:
+    def __init__(self, script: Script):
+        self.script = script
+        self.model = NAME
+
+    async def complete(self, request: ChatRequest, memory: str) -> dict[str, Any]:
+        try:
+            answer = self.script(request.messages, request.tools)
+        except ScriptError as error:
+            logger.error("%s", error)
+            raise bad_request(str(error), "messages", "no_script") from None
+        reason = "tool_calls" if answer.calls else "stop"
+        return completion(Reply(answer.content, "", answer.calls, reason, 0, 0), self.model)
+
+    async def stream(self, request: ChatRequest, memory: str) -> Chunks:
+        raise bad_request("a script is not streamed", "stream", "unsupported_parameter")
+
+    async def rehearse(self, task: Task) -> Prepared:
+        raise NotImplementedError("nothing is rehearsed here")
+
+    async def close(self) -> None:
+        pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m envace.benchmarks.replay", description=__doc__.splitlines()[0])
+    parser.add_argument("benchmark", choices=ORACLES)
+    parser.add_argument("--mode", choices=("oracle", "null"), required=True)
+    parser.add_argument("--parts", default="", metavar="A,B", help="oracle: categories or domains that it knows")
+    parser.add_argument("--home", type=Path, default=Path(".bench"), help="where the harnesses are (default .bench)")
+    parser.add_argument("--port", type=int, default=0, help="0 (default) takes a free one and logs it")
+    arguments = parser.parse_args()
+    setup_logging()
+    try:
+        script = silent
+        if arguments.mode == "oracle":
+            script = ORACLES[arguments.benchmark](arguments.home, arguments.parts.split(","))
+        config = load_config(None, ["model.path="])
+        with bound("127.0.0.1", arguments.port) as listening:
+            asyncio.run(serve(create_app(ReplayEngine(script), config), listening, config.serve.timeout))
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

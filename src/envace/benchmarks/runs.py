@@ -1,0 +1,125 @@
+"""A benchmark from start to end: serve the model, run the harness a number of times, write results.json.
+
+    evaluate.py benchmark=bfcl model.path=FOLDER bench.trials=4
+    evaluate.py benchmark=tau2 serve.backend=http://host:8000/v1 serve.backend_model=NAME model.path= ...
+
+Each trial has a folder, a server and a seed of its own. One that is done is not run again; one that was interrupted
+goes on with the tasks that its harness has not recorded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from envace.benchmarks.benchmark import Benchmark, Outcome, Trial
+from envace.benchmarks.bfcl import BFCL
+from envace.benchmarks.served import serving
+from envace.config import settings_of, versions
+from envace.metrics import t_interval
+from envace.records import is_done, read_record, write_record
+from envace.settings import Config
+from envace.types import UserError
+
+logger = logging.getLogger("envace")
+
+BENCHMARKS: dict[str, Benchmark] = {benchmark.name: benchmark for benchmark in (BFCL(),)}
+# What says where and how fast, but not what is measured.
+UNCOMPARED = ("run_dir", "bench.home", "bench.concurrency", "bench.trials", "bench.retries", "serve.timeout")
+WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def evaluate_benchmark(config: Config) -> dict[str, Any]:
+    """Every trial, then <run_dir>/results.json, which is also returned. Raises UserError."""
+    benchmark = BENCHMARKS[config.benchmark]
+    parts = chosen_parts(benchmark, config.bench.parts)
+    harness = {"name": benchmark.name, "version": benchmark.version(Path(config.bench.home))}
+    root = Path(config.run_dir) / benchmark.name
+    trials = [run_trial(benchmark, config, parts, root, k) for k in range(config.bench.trials)]
+    results = {
+        "benchmark": benchmark.name,
+        "harness": harness,
+        "versions": versions(),
+        "model": described_model(config),
+        "rehearsal": asdict(config.rehearsal),
+        "sampling": asdict(config.eval.sampling),
+        "user": described_partner(config.bench.user.url, config.bench.user.model),
+        "judge": described_partner(config.bench.judge.url, config.bench.judge.model),
+        "tasks_per_part": config.bench.tasks or "all",
+        "trials": trials,
+        "scores": over_trials(trials),
+    }
+    write_record(root / "results.json", {"run": settings_of(config)}, **results)
+    logger.info("results: %s", root / "results.json")
+    return results
+
+
+def chosen_parts(benchmark: Benchmark, wanted: Iterable[str]) -> tuple[str, ...]:
+    if unknown := [part for part in wanted if part not in benchmark.parts]:
+        raise UserError(f"bench.parts: {benchmark.name} has no {unknown[0]!r}; it has {', '.join(benchmark.parts)}")
+    return tuple(wanted) or benchmark.default_parts
+
+
+def run_trial(benchmark: Benchmark, config: Config, parts: tuple[str, ...], root: Path, number: int) -> dict[str, Any]:
+    """One trial's record. Trial k is sampled with seed + k, so that trials differ and each can be made again."""
+    config = replace(config, seed=config.seed + number)
+    folder = root / f"trial{number}"
+    record = folder / "trial.json"
+    settings = {key: value for key, value in settings_of(config).items() if key not in UNCOMPARED}
+    settings = {"trial": settings | {"bench.parts": list(parts)}}
+    if is_done(record, settings):
+        logger.info("trial %d: done before", number)
+        return read_record(record)
+    folder.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    with serving(config, folder, benchmark.served_as) as served:
+        trial = Trial(folder.resolve(), f"{served.url}/v1", served.model, config.seed, config)
+        outcome = benchmark.run(trial, parts)
+        tokens = served.tokens()
+    seconds = time.monotonic() - started
+    write_record(record, settings, number=number, seed=config.seed, seconds=seconds, tokens=tokens, **asdict(outcome))
+    for name, score in scores_of(outcome).items():
+        logger.info("trial %d: %s %.2f", number, name, score)
+    return read_record(record)
+
+
+def scores_of(outcome: Outcome) -> dict[str, float]:
+    scored = {name: part.score for name, part in outcome.parts.items() if part.score is not None}
+    return scored | outcome.overall
+
+
+def over_trials(trials: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By part and aggregate: mean and 95 % interval over trials, by Student's t, and how many trials have it."""
+    by_name: dict[str, list[float]] = {}
+    for trial in trials:
+        scored = {name: part["score"] for name, part in trial["parts"].items() if part["score"] is not None}
+        for name, score in (scored | trial["overall"]).items():
+            by_name.setdefault(name, []).append(score)
+    return {
+        name: {"mean": sum(values) / len(values), "interval": t_interval(values), "trials": len(values)}
+        for name, values in by_name.items()
+    }
+
+
+def described_model(config: Config) -> dict[str, Any]:
+    """Which weights: the SHA-256 of a local checkpoint's files, or the name at a server, whose weights are its own."""
+    if config.serve.backend:
+        return {"backend": config.serve.backend, "name": config.serve.backend_model}
+    folder = Path(config.model.path)
+    files = sorted({file for pattern in WEIGHTS for file in folder.glob(pattern)})
+    hashes = {file.name: _sha256(file) for file in files}
+    return {"path": config.model.path, "name": folder.name, "sha256": hashes}
+
+
+def described_partner(url: str, model: str) -> dict[str, str] | None:
+    return {"url": url, "model": model} if url else None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

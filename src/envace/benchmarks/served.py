@@ -1,0 +1,83 @@
+"""The model that a harness talks to: `envace.serve` as a process of its own, over a checkpoint or another server."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.request import urlopen
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from envace.benchmarks.benchmark import ending
+from envace.config import save_config
+from envace.settings import Config
+from envace.types import UserError
+
+ADDRESS = re.compile(r"serving on (http://\S+)/v1")
+STOP_SECONDS = 30.0
+TICK_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Served:
+    """url: without /v1. model: the name it goes by."""
+
+    url: str
+    model: str
+
+    def tokens(self) -> dict[str, int]:
+        """prompt, completion and rehearsal tokens so far."""
+        counted = {"prompt": 0, "completion": 0, "rehearsal": 0}
+        with urlopen(f"{self.url}/metrics") as answer:
+            text = answer.read().decode()
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == "envace_tokens_total":
+                    counted[sample.labels["kind"]] = int(sample.value)
+        return counted
+
+
+@contextmanager
+def serving(config: Config, folder: Path, name: str) -> Iterator[Served]:
+    """Serve what the settings say, on a free port of this machine alone, until the block ends.
+
+    name: that the model goes by; "": its own. Its settings and its log stay in `folder`. Raises UserError, with its
+    last words, if it does not come up.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    settings, log = folder / "serve.yaml", folder / "serve.log"
+    private = replace(config.serve, host="127.0.0.1", port=0, key_env="", name=name, only_offered_calls=True)
+    save_config(replace(config, serve=private), settings)
+    with log.open("wb") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "envace.serve", "--config", str(settings)],
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+        )
+    try:
+        own = config.serve.backend_model or Path(config.model.path).name
+        yield Served(_address(process, log), name or own)
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _address(process: subprocess.Popen, log: Path) -> str:
+    """Where it listens, once it does: however long a model takes to load, either that or its end comes."""
+    while True:
+        if found := ADDRESS.search(log.read_text(encoding="utf-8", errors="replace")):
+            return found[1]
+        if process.poll() is not None:
+            raise UserError(f"the model cannot be served; {log} ends with: {ending(log)}")
+        time.sleep(TICK_SECONDS)
