@@ -14,6 +14,7 @@ OUT ?=
 QUICK ?=
 ONLY ?=
 JOBS ?= 2
+BENCH ?= bfcl
 
 VENV := .venv/bin/python
 LAUNCH = $(VENV) -m envace.launch $(if $(GPUS),--gpus $(GPUS)) --nodes $(NODES) --node-rank $(NODE_RANK) \
@@ -26,7 +27,7 @@ IN_PARALLEL := --numprocesses 2 --dist loadfile
 STAMP := .venv/installed-$(shell cat requirements.txt pyproject.toml | sha256sum | cut -c1-16)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo ablations dynamics tts test test-fast sft rl eval serve doctor merge lint
+.PHONY: help setup demo ablations dynamics tts test test-fast sft rl eval serve bench-verify doctor merge lint
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +68,9 @@ serve: $(STAMP)  ## an OpenAI-compatible endpoint over a checkpoint (CONFIG=... 
 
 bench-setup-%: $(STAMP)  ## put an official harness in .bench: bench-setup-bfcl
 	@$(VENV) -m envace.benchmarks.setup $*
+
+bench-verify: $(STAMP)  ## gold actions and doing nothing through an official harness (BENCH=bfcl ARGS="--tasks 5")
+	@$(VENV) -m envace.benchmarks.verify $(BENCH) $(ARGS)
 
 doctor: $(STAMP)  ## check machine, config, model and memory before a long run (CONFIG=... ARGS="...")
 	@$(VENV) -m envace.doctor --config $(CONFIG) $(ARGS)

@@ -20,8 +20,9 @@ LAYERS = [
     | {"outage", "endpoints"},
     {"episodes", "demonstrations"},
     {"rehearsal", "gate", "generation", "demo", "cm2"},
-    {"policy", "data", "verdicts", "tracking", "report", "judge", "simulator", "services", "team", "benchmarks"},
-    {"evaluation", "committed", "doctor", "launch", "merge", "ablations", "dynamics", "tts", "records", "serve"},
+    {"policy", "data", "verdicts", "tracking", "report", "judge", "simulator", "services", "team"},
+    {"evaluation", "committed", "doctor", "launch", "merge", "ablations", "dynamics", "tts", "records", "serve"}
+    | {"benchmarks"},
     {"entry point"},
 ]
 LAYER = {module: height for height, layer in enumerate(LAYERS) for module in layer}

@@ -54,16 +54,17 @@ def serving(config: Config, folder: Path, name: str) -> Iterator[Served]:
     settings, log = folder / "serve.yaml", folder / "serve.log"
     private = replace(config.serve, host="127.0.0.1", port=0, key_env="", name=name, only_offered_calls=True)
     save_config(replace(config, serve=private), settings)
+    with listening([sys.executable, "-u", "-m", "envace.serve", "--config", str(settings)], log) as url:
+        yield Served(url, name or config.serve.backend_model or Path(config.model.path).name)
+
+
+@contextmanager
+def listening(command: list[str], log: Path) -> Iterator[str]:
+    """A server of this project as a process until the block ends: its address without /v1. Raises UserError."""
     with log.open("wb") as said:
-        process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "envace.serve", "--config", str(settings)],
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
-        )
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
     try:
-        own = config.serve.backend_model or Path(config.model.path).name
-        yield Served(_address(process, log), name or own)
+        yield _address(process, log)
     finally:
         process.terminate()
         try:
@@ -79,5 +80,5 @@ def _address(process: subprocess.Popen, log: Path) -> str:
         if found := ADDRESS.search(log.read_text(encoding="utf-8", errors="replace")):
             return found[1]
         if process.poll() is not None:
-            raise UserError(f"the model cannot be served; {log} ends with: {ending(log)}")
+            raise UserError(f"a server did not start; {log} ends with: {ending(log)}")
         time.sleep(TICK_SECONDS)

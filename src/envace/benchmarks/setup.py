@@ -1,6 +1,6 @@
 """Put an official harness, at a pinned version, in a virtual environment of its own below .bench.
 
-    python -m envace.benchmarks.setup bfcl [--home .bench]
+python -m envace.benchmarks.setup bfcl [--home .bench]
 """
 
 from __future__ import annotations

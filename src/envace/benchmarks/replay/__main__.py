@@ -1,6 +1,6 @@
 """Serve a script as an OpenAI-compatible endpoint.
 
-    python -m envace.benchmarks.replay bfcl --mode oracle --parts multi_turn_base [--port 0] [--home .bench]
+python -m envace.benchmarks.replay bfcl --mode oracle --parts multi_turn_base [--port 0] [--home .bench]
 """
 
 from __future__ import annotations

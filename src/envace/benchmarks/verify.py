@@ -1,0 +1,113 @@
+"""Prove an integration end to end: gold actions and doing nothing score what they must, through harness and HTTP.
+
+    python -m envace.benchmarks.verify bfcl [--tasks 5] [--home .bench] [--out runs/bench-verify]
+
+The path is that of an evaluation: official harness -> envace.serve -> the scripted endpoint in the model's place. Ends
+with status 1 if a score is not the expected one. With --tasks only the first tasks of each part are run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from envace.benchmarks.bfcl import IRRELEVANCE, MULTI_TURN
+from envace.benchmarks.runs import BENCHMARKS, evaluate_benchmark
+from envace.benchmarks.served import listening
+from envace.config import ConfigError, load_config
+from envace.tracking import setup_logging
+from envace.types import UserError
+
+logger = logging.getLogger("envace")
+
+# Tasks that the oracle fails, as their gold answer does not pass the official scorer; all others must be right.
+WRONG_GOLD = {"bfcl": {"live_simple": 2, "live_multiple": 3}}
+BFCL_SINGLE = ("simple_python", "multiple", "parallel", "parallel_multiple")
+BFCL_LIVE = ("live_simple", "live_multiple", "live_parallel", "live_parallel_multiple", "live_relevance")
+# Parts that one oracle can play: their requests tell their tasks apart.
+GROUPS: Mapping[str, list[tuple[str, ...]]] = {
+    "bfcl": [*((part,) for part in MULTI_TURN), (*BFCL_SINGLE, *BFCL_LIVE, *IRRELEVANCE)]
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    mode: str
+    part: str
+    right: float
+    tasks: int
+    expected: float
+
+    @property
+    def holds(self) -> bool:
+        return abs(self.right - self.expected) < 1e-6
+
+
+def verify(benchmark: str, mode: str, parts: tuple[str, ...], tasks: int, home: Path, out: Path) -> list[Check]:
+    """Scores of `parts` with the scripted endpoint in the model's place. Raises UserError, ConfigError."""
+    out.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-u", "-m", "envace.benchmarks.replay", benchmark, "--mode", mode]
+    with listening([*command, "--parts", ",".join(parts), "--home", str(home)], out / "replay.log") as url:
+        settings = {
+            "benchmark": benchmark,
+            "model.path": "",
+            "serve.backend": f"{url}/v1",
+            "serve.backend_model": "replay",
+            "bench.home": home,
+            "bench.parts": f"[{','.join(parts)}]",
+            "bench.tasks": tasks,
+            "bench.trials": 1,
+            "run_dir": out,
+        }
+        results = evaluate_benchmark(load_config(None, [f"{key}={value}" for key, value in settings.items()]))
+    return [check(benchmark, mode, name, part, tasks) for name, part in results["trials"][0]["parts"].items()]
+
+
+def groups(benchmark: str, mode: str) -> list[tuple[str, ...]]:
+    """Who does nothing need not know the task."""
+    return GROUPS[benchmark] if mode == "oracle" else [tuple(part for parts in GROUPS[benchmark] for part in parts)]
+
+
+def check(benchmark: str, mode: str, name: str, part: dict[str, Any], tasks: int) -> Check:
+    """part: as in a trial's record. A few tasks are all expected to be right: gold that is wrong comes later on."""
+    wrong = 0 if tasks else WRONG_GOLD[benchmark].get(name, 0)
+    expected = part["tasks"] - wrong if mode == "oracle" else part["tasks"] * part["null"] / 100
+    return Check(mode, name, part["tasks"] * (part["score"] or 0) / 100, part["tasks"], expected)
+
+
+def report(checks: list[Check]) -> str:
+    rows = [
+        f"| {c.mode} | {c.part} | {c.right:g} | {c.expected:g} | {c.tasks} | {'yes' if c.holds else 'NO'} |"
+        for c in checks
+    ]
+    return "\n".join(["| mode | part | right | expected | tasks | as expected |", "|---|---|---|---|---|---|", *rows])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m envace.benchmarks.verify", description=__doc__.splitlines()[0])
+    parser.add_argument("benchmark", choices=GROUPS)
+    parser.add_argument("--tasks", type=int, default=0, help="the first N of each part; 0 (default) takes all")
+    parser.add_argument("--home", type=Path, default=Path(".bench"), help="where the harnesses are (default .bench)")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench-verify"), help="default runs/bench-verify")
+    arguments = parser.parse_args()
+    setup_logging()
+    checks: list[Check] = []
+    try:
+        BENCHMARKS[arguments.benchmark].version(arguments.home)
+        for mode in ("oracle", "null"):
+            for parts in groups(arguments.benchmark, mode):
+                out = arguments.out / mode / parts[0]
+                checks += verify(arguments.benchmark, mode, parts, arguments.tasks, arguments.home, out)
+    except (UserError, ConfigError) as error:
+        sys.exit(f"error: {error}")
+    print(report(checks))
+    sys.exit(any(not c.holds for c in checks))
+
+
+if __name__ == "__main__":
+    main()
