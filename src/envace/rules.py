@@ -24,6 +24,7 @@ ENDPOINT_SECTIONS = tuple(name for name, section in vars(Config()).items() if is
 SECRET = (
     *(f"{section}.{name}" for section in ENDPOINT_SECTIONS for name in ("key_env", "endpoints")),
     *("serve.key_env", "serve.backend", "serve.backend_key_env"),
+    *("bench.user.url", "bench.user.key_env", "bench.judge.url", "bench.judge.key_env"),
 )
 
 
@@ -95,6 +96,16 @@ RULES: list[Rule] = [  # key, what its value must satisfy, what to change
         "must be like http://host:8000/v1, without user or key",
     ),
     ("serve.timeout", lambda seconds: seconds > 0, "must be > 0"),
+    ("bench.trials", lambda trials: trials <= 10, "must be <= 10"),
+    *(
+        (f"bench.{partner}.{name}", holds, advice)
+        for partner in ("user", "judge")
+        for name, holds, advice in [
+            ("url", lambda u: not u or is_plain_url(u), "must be like http://host:8000/v1, without user or key"),
+            ("key_env", is_variable, "NAMES a variable: capitals, digits, _"),
+            ("temperature", lambda t: t >= 0, "must be >= 0; 0 is greedy"),
+        ]
+    ),
 ]
 COMBINATIONS: list[tuple[str, Callable[[Config], bool], str]] = [  # a key, what must hold of the whole, what to change
     (
@@ -194,6 +205,24 @@ COMBINATIONS: list[tuple[str, Callable[[Config], bool], str]] = [  # a key, what
         "rehearsal.path",
         lambda c: not (c.rehearsal.path and c.serve.backend),
         "over serve.backend its own model rehearses: leave it empty",
+    ),
+    *(
+        (
+            f"bench.{partner}.model",
+            lambda c, partner=partner: bool(vars(c.bench)[partner].model) == bool(vars(c.bench)[partner].url),
+            "url and model belong together: set both or none",
+        )
+        for partner in ("user", "judge")
+    ),
+    (
+        "gate.mode",
+        lambda c: c.gate.mode == "none" or c.benchmark == "none",
+        "a harness executes calls itself, so nothing can be asked before: leave it at none",
+    ),
+    (
+        "model.path",
+        lambda c: c.benchmark == "none" or c.model.path or c.serve.backend,
+        "name the checkpoint that is evaluated, or set serve.backend",
     ),
     (
         "serve.backend_model",
