@@ -19,6 +19,7 @@ STYLES = {  # (mode, rehearser): colours of Okabe and Ito's palette, and a mark 
     ("sequential", "sft"): {"color": "#E69F00", "marker": "s", "linestyle": "--"},
     ("candidates", "rl"): {"color": "#009E73", "marker": "^"},
 }
+SPREAD = 0.08  # in rehearsals
 EXECUTION = {"failed_calls": "failed calls", "recovery_rounds": "recovery rounds", "void_writes": "void writes"}
 
 
@@ -99,7 +100,8 @@ def draw(rows: list[dict[str, Any]], out_png: Path) -> None:
     """Real success over the number of rehearsals, a line for each mode and rehearser, all from the point without."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for (mode, rehearser), style in STYLES.items():
+    for place, ((mode, rehearser), style) in enumerate(STYLES.items()):
+        aside = SPREAD * (place - (len(STYLES) - 1) / 2)  # so that intervals stand beside each other
         mine = [r for r in rows if (r["mode"], r["rehearser"]) == (mode, rehearser) and r["n"] and not r["shuffle"]]
         if not mine:
             continue
@@ -107,7 +109,12 @@ def draw(rows: list[dict[str, Any]], out_png: Path) -> None:
         means = [100 * row["real_success"] for row in line]
         bounds = [[abs(100 * row["ci"][i] - mean) for row, mean in zip(line, means, strict=True)] for i in (0, 1)]
         axes.errorbar(
-            [row["n"] for row in line], means, yerr=bounds, capsize=3, label=f"{mode}, by {rehearser}", **style
+            [row["n"] + aside for row in line],
+            means,
+            yerr=bounds,
+            capsize=3,
+            label=f"{mode}, by {rehearser}",
+            **style,
         )
     axes.set_xlabel("Rehearsals of a task")
     axes.set_title("Real success, % (95% over tasks)", loc="left", fontsize=10.5)
