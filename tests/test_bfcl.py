@@ -24,6 +24,8 @@ from envace.benchmarks.verify import Check, check, report, verify
 from envace.config import load_config
 from envace.types import ToolCall, UserError
 
+MULTI = ("multi_turn_miss_func",)
+SINGLE = ("simple_python", "parallel_multiple", "live_multiple", "irrelevance")
 HOME = Path(__file__).parent.parent / ".bench"
 REFUSED = "Error during inference: Error code: 400 - {'error': {'code': 'context_length_exceeded'}}"
 BUSY = "Error during inference: Error code: 429 - {'error': {}}"
@@ -137,15 +139,16 @@ class TestHarness:
         pytest.mark.skipif(not (HOME / "bfcl").exists(), reason="BFCL is not set up: make bench-setup-bfcl"),
     ]
 
-    @pytest.mark.parametrize("mode", ["oracle", "null"])
-    def test_gold_actions_are_right_and_doing_nothing_is_not(self, tmp_path, mode):
-        multi_turn = verify("bfcl", mode, ("multi_turn_miss_func",), 2, HOME, tmp_path / "multi")
-        single = ("simple_python", "parallel_multiple", "live_multiple", "irrelevance")
-        checks = multi_turn + verify("bfcl", mode, single, 3, HOME, tmp_path / "single")
+    def test_gold_actions_are_right(self, tmp_path):
+        checks = verify("bfcl", "oracle", MULTI, 2, HOME, tmp_path / "multi")
+        checks += verify("bfcl", "oracle", SINGLE, 3, HOME, tmp_path / "single")
+        assert [(c.right, c.tasks) for c in checks] == [(2, 2), (3, 3), (3, 3), (3, 3), (3, 3)], report(checks)
         assert all(c.holds for c in checks), report(checks)
-        assert [c.tasks for c in checks] == [2, 3, 3, 3, 3]
-        right = {c.part: c.right for c in checks}
-        assert right["irrelevance"] == 3 and (right["multi_turn_miss_func"] == 2) == (mode == "oracle")
+
+    def test_doing_nothing_is_right_only_where_nothing_can_be_done(self, tmp_path):
+        checks = verify("bfcl", "null", (*MULTI, *SINGLE), 2, HOME, tmp_path)
+        assert {c.part: c.right for c in checks} == dict.fromkeys((*MULTI, *SINGLE), 0) | {"irrelevance": 2}
+        assert all(c.holds for c in checks), report(checks)
 
     def test_some_tasks_of_parts_that_build_on_each_other(self, tmp_path):
         with pytest.raises(UserError, match="memory_kv"):
