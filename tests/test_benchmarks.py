@@ -26,12 +26,15 @@ class Asks:
 
     def __init__(self):
         self.seeds = []
+        self.is_interrupted = False
 
     def version(self, home):
         return "1.0"
 
     def run(self, trial, parts):
         self.seeds.append(trial.seed)
+        if self.is_interrupted:
+            raise KeyboardInterrupt
         body = json.dumps({"model": trial.model, "messages": [{"role": "user", "content": "q"}]}).encode()
         for _ in parts:
             asked = urllib.request.Request(f"{trial.endpoint}/chat/completions", body, method="POST")
@@ -71,6 +74,22 @@ def test_trials_are_counted_kept_and_not_run_twice(tmp_path, asks):
     assert written["harness"] == {"name": "bfcl", "version": "1.0"}
     assert written["model"] == {"backend": backend.url, "name": "big"}
     assert written["trials"][0]["missing"] == ["c"] and written["settings"]["run"]["bench.trials"] == 3
+
+
+@pytest.mark.slow
+def test_what_an_interrupted_trial_left_is_not_gone_on_with_under_other_settings(tmp_path, asks):
+    with OpenAIServer(lambda n, body: Reply("hello")) as backend:
+        asks.is_interrupted = True
+        with pytest.raises(KeyboardInterrupt):
+            evaluate_benchmark(config_of(tmp_path, backend.url))
+        asks.is_interrupted = False
+        with pytest.raises(
+            UserError, match="trial0.*begun.json was made with trial serve.backend_model=big, now it is o"
+        ):
+            evaluate_benchmark(config_of(tmp_path, backend.url, "serve.backend_model=other"))
+        assert asks.seeds == [0] and not backend.log
+        evaluate_benchmark(config_of(tmp_path, backend.url))
+    assert asks.seeds == [0, 0, 1]
 
 
 @pytest.mark.slow

@@ -71,11 +71,14 @@ def run_trial(benchmark: Benchmark, config: Config, parts: tuple[str, ...], root
     folder = root / f"trial{number}"
     record = folder / "trial.json"
     settings = {key: value for key, value in settings_of(config).items() if key not in UNCOMPARED}
-    settings = {"trial": settings | {"bench.parts": list(parts)}}
+    settings = {"trial": settings | {"bench.parts": list(parts), "harness": benchmark.version(Path(config.bench.home))}}
     if is_done(record, settings):
         logger.info("trial %d: done before", number)
         return read_record(record)
     folder.mkdir(parents=True, exist_ok=True)
+    begun = folder / "begun.json"  # so that what a harness goes on with was made with these settings too
+    if not is_done(begun, settings):
+        write_record(begun, settings)
     started = time.monotonic()
     with serving(config, folder, benchmark.served_as) as served:
         trial = Trial(folder.resolve(), f"{served.url}/v1", served.model, config.seed, config)
