@@ -1,9 +1,13 @@
 """The frame of a benchmark: trials that differ and can be gone on with, what the server said, what is written down."""
 
 import json
+import os
+import signal
+import time
 import urllib.error
 import urllib.request
 
+import psutil
 import pytest
 from openai_server import OpenAIServer, Reply
 
@@ -34,7 +38,10 @@ class Asks:
     def run(self, trial, parts):
         self.seeds.append(trial.seed)
         if self.is_interrupted:
-            raise KeyboardInterrupt
+            self.server = psutil.Process().children()[-1]
+            self.served = self.server.cmdline()
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
         body = json.dumps({"model": trial.model, "messages": [{"role": "user", "content": "q"}]}).encode()
         for _ in parts:
             asked = urllib.request.Request(f"{trial.endpoint}/chat/completions", body, method="POST")
@@ -80,8 +87,10 @@ def test_trials_are_counted_kept_and_not_run_twice(tmp_path, asks):
 def test_what_an_interrupted_trial_left_is_not_gone_on_with_under_other_settings(tmp_path, asks):
     with OpenAIServer(lambda n, body: Reply("hello")) as backend:
         asks.is_interrupted = True
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(UserError, match="interrupted: the same command goes on"):
             evaluate_benchmark(config_of(tmp_path, backend.url))
+        assert "envace.serve" in asks.served and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert not psutil.pid_exists(asks.server.pid)
         asks.is_interrupted = False
         with pytest.raises(
             UserError, match="trial0.*begun.json was made with trial serve.backend_model=big, now it is o"

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,8 @@ def evaluate_benchmark(config: Config) -> dict[str, Any]:
     parts = chosen_parts(benchmark, config.bench.parts)
     harness = {"name": benchmark.name, "version": benchmark.version(Path(config.bench.home))}
     root = Path(config.run_dir) / benchmark.name
-    trials = [run_trial(benchmark, config, parts, root, k) for k in range(config.bench.trials)]
+    with sigterm_interrupts():
+        trials = [run_trial(benchmark, config, parts, root, k) for k in range(config.bench.trials)]
     results = {
         "benchmark": benchmark.name,
         "harness": harness,
@@ -57,6 +60,22 @@ def evaluate_benchmark(config: Config) -> dict[str, Any]:
     write_record(root / "results.json", {"run": settings_of(config)}, **results)
     logger.info("results: %s", root / "results.json")
     return results
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM ends what runs inside like Ctrl-C: neither server nor harness is left behind. Raises UserError."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise UserError("interrupted: the same command goes on where it was") from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def chosen_parts(benchmark: Benchmark, wanted: Iterable[str]) -> tuple[str, ...]:
