@@ -11,6 +11,7 @@ NODE_RANK ?= 0
 MAIN_ADDRESS ?=
 ADAPTER ?=
 OUT ?=
+RUNS ?=
 QUICK ?=
 ONLY ?=
 JOBS ?= 2
@@ -27,7 +28,7 @@ IN_PARALLEL := --numprocesses 2 --dist loadfile
 STAMP := .venv/installed-$(shell cat requirements.txt pyproject.toml | sha256sum | cut -c1-16)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo ablations dynamics tts test test-fast sft rl eval serve bench-verify doctor merge lint
+.PHONY: help setup demo ablations dynamics tts test test-fast sft rl eval tables serve bench-verify doctor merge lint
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +63,9 @@ rl: $(STAMP)  ## reinforcement learning, same settings (on each of M machines: N
 
 eval: $(STAMP)  ## evaluation (CONFIG=... ARGS="...")
 	@$(VENV) evaluate.py --config $(CONFIG) $(ARGS)
+
+tables: $(STAMP)  ## the paper's tables and figures, published and ours (RUNS="runs/a runs/b" ARGS="--name runs/a=EnvACE-8B")
+	@$(VENV) -m envace.tables $(RUNS) $(if $(OUT),--out $(OUT)) $(ARGS)
 
 serve: $(STAMP)  ## an OpenAI-compatible endpoint over a checkpoint (CONFIG=... ARGS="model.path=FOLDER serve.port=8000")
 	@$(VENV) -m envace.serve --config $(CONFIG) $(ARGS)

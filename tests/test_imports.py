@@ -20,9 +20,9 @@ LAYERS = [
     | {"outage", "endpoints"},
     {"episodes", "demonstrations"},
     {"rehearsal", "gate", "generation", "demo", "cm2"},
-    {"policy", "data", "verdicts", "tracking", "report", "judge", "simulator", "services", "team"},
-    {"evaluation", "committed", "doctor", "launch", "merge", "ablations", "dynamics", "tts", "records", "serve"}
-    | {"benchmarks"},
+    {"policy", "data", "verdicts", "tracking", "report", "judge", "simulator", "services", "team"}
+    | {"records", "benchmarks"},
+    {"evaluation", "committed", "doctor", "launch", "merge", "ablations", "dynamics", "tts", "tables", "serve"},
     {"entry point"},
 ]
 LAYER = {module: height for height, layer in enumerate(LAYERS) for module in layer}

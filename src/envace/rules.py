@@ -66,6 +66,7 @@ RULES: list[Rule] = [  # key, what its value must satisfy, what to change
     ("eval.sampling.top_p", lambda p: 0 < p <= 1, "must be > 0 and <= 1"),
     ("rehearsal.sampling.temperature", lambda t: t >= 0, "must be >= 0; 0 is greedy"),
     ("rehearsal.sampling.top_p", lambda p: 0 < p <= 1, "must be > 0 and <= 1"),
+    ("bench.trials", lambda n: n <= 10, "must be <= 10: intervals over more trials are not in the table of quantiles"),
     ("gate.risk", lambda risks: all(r in RISKS for r in risks.values()), f"must say {', '.join(RISKS)} for each tool"),
     ("seed", lambda seed: seed < 2**31, "must be < 2**31"),
     *((f"{section}.{name}", holds, advice) for section in ENDPOINT_SECTIONS for name, holds, advice in ENDPOINT_RULES),
@@ -96,7 +97,6 @@ RULES: list[Rule] = [  # key, what its value must satisfy, what to change
         "must be like http://host:8000/v1, without user or key",
     ),
     ("serve.timeout", lambda seconds: seconds > 0, "must be > 0"),
-    ("bench.trials", lambda trials: trials <= 10, "must be <= 10"),
     *(
         (f"bench.{partner}.{name}", holds, advice)
         for partner in ("user", "judge")
