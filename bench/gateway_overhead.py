@@ -32,7 +32,7 @@ def main() -> None:
     replay = [sys.executable, "-u", "-m", "envace.benchmarks.replay", "bfcl", "--mode", "null"]
     with tempfile.TemporaryDirectory() as name, listening(replay, Path(name) / "replay.log") as url:
         overrides = ["model.path=", f"serve.backend={url}/v1", "serve.backend_model=replay"]
-        with serving(load_config(None, overrides), Path(name) / "gateway", "") as gateway:
+        with serving(load_config(None, overrides), Path(name) / "gateway", "", []) as gateway:
             clients = {
                 where: OpenAI(base_url=f"{at}/v1", api_key="none")
                 for where, at in (("directly", url), ("through the gateway", gateway.url))

@@ -35,6 +35,9 @@ class Asks:
     def version(self, home):
         return "1.0"
 
+    def tools(self, home):
+        return ["tail"]
+
     def run(self, trial, parts):
         self.seeds.append(trial.seed)
         if self.is_interrupted:

@@ -101,6 +101,7 @@ class TestGold:
         tools = [tool("post_tweet", "content", "tags")]
         call = read_python_call("post_tweet('hi', tags=['#a', 'cd(x)'])", tools)
         assert call == ToolCall("post_tweet", {"content": "hi", "tags": ["#a", "cd(x)"]})
+        assert read_python_call("tail(file_name='a')", []) == ToolCall("tail", {"file_name": "a"})
         with pytest.raises(ScriptError):
             read_python_call("a.b(1)", tools)
         with pytest.raises(ValueError):
@@ -123,12 +124,13 @@ class TestGold:
 
 
 def test_checks_tell_a_wrong_score():
-    part = {"tasks": 258, "score": 100 * 256 / 258, "null": 0.0}
+    part = {"tasks": 258, "score": 100 * 256 / 258, "null": 0.0, "faults": 0}
     assert check("bfcl", "oracle", "live_simple", part, 0).holds
     assert not check("bfcl", "oracle", "live_simple", part, 258).holds
     assert not check("bfcl", "null", "live_simple", part, 0).holds
-    assert check("bfcl", "null", "irrelevance", {"tasks": 3, "score": 100.0, "null": 100.0}, 3).holds
-    assert "| oracle | a | 1 | 2 | 3 | NO |" in report([Check("oracle", "a", 1, 3, 2)])
+    assert check("bfcl", "null", "irrelevance", {"tasks": 3, "score": 100.0, "null": 100.0, "faults": 0}, 3).holds
+    assert not check("bfcl", "oracle", "live_simple", part | {"faults": 1}, 0).holds
+    assert "| oracle | a | 1 | 2 | 3 | 0 | NO |" in report([Check("oracle", "a", 1, 3, 2)])
 
 
 class TestHarness:

@@ -202,6 +202,7 @@ class ServeConfig:
     timeout: float = 300.0  # seconds until a request is given up, its rehearsals included
     cache: int = 1024  # conversations whose memory is kept
     only_offered_calls: bool = False  # a reply with a call to another tool, or with odd argument names, is text
+    also_callable: list[str] = field(default_factory=list)  # tools that may then be called though they are not offered
 
 
 @dataclass

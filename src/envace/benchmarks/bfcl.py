@@ -47,6 +47,11 @@ class BFCL:
             raise UserError(f"BFCL is not set up in {home}: run `make bench-setup-bfcl`")
         return versions[0]
 
+    def tools(self, home: Path) -> list[str]:
+        """Of all multi-turn tasks: the harness executes what it knows, and one gold answer needs a tool held back."""
+        documents = sorted((data_folder(home) / "multi_turn_func_doc").glob("*.json"))
+        return sorted({tool["name"] for document in documents for tool in read_lines(document)})
+
     def run(self, trial: Trial, parts: tuple[str, ...]) -> Outcome:
         selected = ["--test-category", ",".join(parts)]
         if tasks := trial.config.bench.tasks:

@@ -99,7 +99,7 @@ def run_trial(benchmark: Benchmark, config: Config, parts: tuple[str, ...], root
     if not is_done(begun, settings):
         write_record(begun, settings)
     started = time.monotonic()
-    with serving(config, folder, benchmark.served_as) as served:
+    with serving(config, folder, benchmark.served_as, benchmark.tools(Path(config.bench.home))) as served:
         trial = Trial(folder.resolve(), f"{served.url}/v1", served.model, config.seed, config)
         outcome = benchmark.run(trial, parts)
         tokens = served.tokens()

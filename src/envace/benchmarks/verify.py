@@ -42,10 +42,11 @@ class Check:
     right: float
     tasks: int
     expected: float
+    faults: int = 0
 
     @property
     def holds(self) -> bool:
-        return abs(self.right - self.expected) < 1e-6
+        return abs(self.right - self.expected) < 1e-6 and not self.faults
 
 
 def verify(benchmark: str, mode: str, parts: tuple[str, ...], tasks: int, home: Path, out: Path) -> list[Check]:
@@ -77,15 +78,16 @@ def check(benchmark: str, mode: str, name: str, part: dict[str, Any], tasks: int
     """part: as in a trial's record. A few tasks are all expected to be right: gold that is wrong comes later on."""
     wrong = 0 if tasks else WRONG_GOLD[benchmark].get(name, 0)
     expected = part["tasks"] - wrong if mode == "oracle" else part["tasks"] * part["null"] / 100
-    return Check(mode, name, part["tasks"] * (part["score"] or 0) / 100, part["tasks"], expected)
+    return Check(mode, name, part["tasks"] * (part["score"] or 0) / 100, part["tasks"], expected, part["faults"])
 
 
 def report(checks: list[Check]) -> str:
-    rows = [
-        f"| {c.mode} | {c.part} | {c.right:g} | {c.expected:g} | {c.tasks} | {'yes' if c.holds else 'NO'} |"
+    rows = [("mode", "part", "right", "expected", "tasks", "faults", "as expected"), ("---",) * 7]
+    rows += [
+        (c.mode, c.part, f"{c.right:g}", f"{c.expected:g}", str(c.tasks), str(c.faults), "yes" if c.holds else "NO")
         for c in checks
     ]
-    return "\n".join(["| mode | part | right | expected | tasks | as expected |", "|---|---|---|---|---|---|", *rows])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def main() -> None:

@@ -50,7 +50,7 @@ def main(config: Config) -> None:
         metrics = Metrics()
         engine = open_engine(config, metrics)
         if config.serve.only_offered_calls:
-            engine = GuardedEngine(engine, metrics.refused_calls.inc)
+            engine = GuardedEngine(engine, config.serve.also_callable, metrics.refused_calls.inc)
         app = create_app(engine, config, key=key, metrics=metrics)
         asyncio.run(serve(app, listening, config.serve.timeout))
     logger.info("stopped")

@@ -1,13 +1,14 @@
 """Only calls that a program may safely spell out as code leave the server.
 
 Some harnesses write a call as Python, name(key=value), and evaluate it. A model's reply is data: here its calls must
-name a tool that the request offers and hold arguments with plain names and JSON values, or the whole reply is text.
+name a tool that the request offers, or one that is known besides, and hold arguments with plain names and JSON values,
+or the whole reply is text.
 """
 
 from __future__ import annotations
 
 import keyword
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 from envace.chat import decode_json
@@ -19,10 +20,14 @@ from envace.types import Task
 
 
 class GuardedEngine:
-    """Another engine whose replies are checked. on_refusal: called for each reply that became text."""
+    """Another engine whose replies are checked. on_refusal: called for each reply that became text.
 
-    def __init__(self, engine: Engine, on_refusal: Callable[[], object] = lambda: None):
+    also: names of tools that may be called though a request does not offer them.
+    """
+
+    def __init__(self, engine: Engine, also: Iterable[str] = (), on_refusal: Callable[[], object] = lambda: None):
         self.engine = engine
+        self.also = frozenset(also)
         self.on_refusal = on_refusal
         self.model = engine.model
 
@@ -33,7 +38,7 @@ class GuardedEngine:
             if not isinstance(message, dict):
                 raise backend_error("the backend's reply is no chat completion")
             calls = message.get("tool_calls")
-            if calls and not are_plain(calls, request.tools if request.offers_tools else []):
+            if calls and not are_plain(calls, self._callable(request)):
                 self.on_refusal()
                 said = message.get("content") if isinstance(message.get("content"), str) else ""
                 message["content"] = "\n".join(part for part in (said, to_json(calls)) if part)
@@ -50,17 +55,20 @@ class GuardedEngine:
     async def close(self) -> None:
         await self.engine.close()
 
+    def _callable(self, request: ChatRequest) -> frozenset[str]:
+        offered = request.tools if request.offers_tools else []
+        return self.also | {tool["function"]["name"] for tool in offered}
 
-def are_plain(calls: Any, tools: list[dict[str, Any]]) -> bool:
-    """Whether each call names one of the tools and has arguments with plain names.
+
+def are_plain(calls: Any, names: Set[str]) -> bool:
+    """Whether each call is to one of the tools named and has arguments with plain names.
 
     calls: as in a chat completion, of whatever kind a backend has sent.
     """
-    names = {tool["function"]["name"] for tool in tools}
     return isinstance(calls, list) and all(_is_plain(call, names) for call in calls)
 
 
-def _is_plain(call: Any, names: set[str]) -> bool:
+def _is_plain(call: Any, names: Set[str]) -> bool:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or function.get("name") not in names:
         return False

@@ -109,8 +109,10 @@ def read_python_call(text: str, tools: list[dict[str, Any]]) -> ToolCall:
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
         raise ScriptError(f"not a call: {text}")
     name = call.func.id
-    parameters = next(list(t["function"]["parameters"]["properties"]) for t in tools if t["function"]["name"] == name)
-    arguments = dict(zip(parameters, map(ast.literal_eval, call.args), strict=False))
+    arguments = {}
+    if call.args:
+        [parameters] = [t["function"]["parameters"]["properties"] for t in tools if t["function"]["name"] == name]
+        arguments = dict(zip(parameters, map(ast.literal_eval, call.args), strict=False))
     return ToolCall(name, arguments | {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg})
 
 
