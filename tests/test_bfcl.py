@@ -96,6 +96,8 @@ class TestGold:
     def test_values_that_may_be_missing_are_left_out(self):
         gold = {"a": [1, 2], "b": ["", "x"], "c": [{"d": ["y"], "e": ["", 3]}], "f": [[{"g": [5]}, 6]]}
         assert first_allowed(gold) == {"a": 1, "c": {"d": "y"}, "f": [{"g": 5}, 6]}
+        assert first_allowed(gold, ["a", "b"])["b"] == "x"
+        assert first_allowed({"a": [""], "b": [{"c": 0.5, "d": []}]}, ["a"]) == {"a": "", "b": {"c": 0.5, "d": []}}
 
     def test_python_calls(self):
         tools = [tool("post_tweet", "content", "tags")]

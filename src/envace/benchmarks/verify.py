@@ -31,7 +31,7 @@ BFCL_SINGLE = ("simple_python", "multiple", "parallel", "parallel_multiple")
 BFCL_LIVE = ("live_simple", "live_multiple", "live_parallel", "live_parallel_multiple", "live_relevance")
 # Parts that one oracle can play: their requests tell their tasks apart.
 GROUPS: Mapping[str, list[tuple[str, ...]]] = {
-    "bfcl": [*((part,) for part in MULTI_TURN), (*BFCL_SINGLE, *BFCL_LIVE, *IRRELEVANCE)]
+    "bfcl": [*((part,) for part in MULTI_TURN), (*BFCL_SINGLE, *BFCL_LIVE), IRRELEVANCE]
 }
 
 

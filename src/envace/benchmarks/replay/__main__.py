@@ -9,7 +9,7 @@ import argparse
 import asyncio
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from envace.serve.requests import ChatRequest
 from envace.tracking import setup_logging
 from envace.types import Task, UserError
 
-ORACLES: dict[str, Callable[[Path, Iterable[str]], Script]] = {"bfcl": bfcl.oracle}
+ORACLES: dict[str, Callable[[Path, Sequence[str]], Script]] = {"bfcl": bfcl.oracle}
 NAME = "replay"
 logger = logging.getLogger("envace")
 

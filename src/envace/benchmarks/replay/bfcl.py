@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,11 @@ class Gold:
     answers: list[list[Any]]
 
 
-def oracle(home: Path, parts: Iterable[str]) -> Script:
+def oracle(home: Path, parts: Sequence[str]) -> Script:
     """Raises ScriptError at a request that tasks with different answers begin with: base and long_context of the
     multi-turn tasks share most of theirs, so each part wants an endpoint of its own."""
+    if set(parts) <= set(IRRELEVANCE):
+        return silent
     golds = [gold for part in parts for gold in read_golds(data_folder(home), part)]
 
     def answer(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Answer:
@@ -101,7 +103,9 @@ def read_call(gold: Any, tools: list[dict[str, Any]]) -> ToolCall:
     if isinstance(gold, str):
         return read_python_call(gold, tools)
     [(name, arguments)] = gold.items()
-    return ToolCall(name.replace(".", "_"), first_allowed(arguments))
+    name = name.replace(".", "_")
+    schemas = [t["function"]["parameters"] for t in tools if t["function"]["name"] == name]
+    return ToolCall(name, first_allowed(arguments, schemas[0].get("required", []) if schemas else []))
 
 
 def read_python_call(text: str, tools: list[dict[str, Any]]) -> ToolCall:
@@ -116,9 +120,17 @@ def read_python_call(text: str, tools: list[dict[str, Any]]) -> ToolCall:
     return ToolCall(name, arguments | {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg})
 
 
-def first_allowed(arguments: dict[str, list[Any]]) -> dict[str, Any]:
-    """The first allowed value of each argument; one that may be "" is optional and left out."""
-    return {name: _filled(values[0]) for name, values in arguments.items() if "" not in values}
+def first_allowed(arguments: dict[str, Any], required: Iterable[str] = ()) -> dict[str, Any]:
+    """The first allowed value of each argument; what may be "" is left out, unless its tool's schema requires it."""
+    filled = {}
+    for name, values in arguments.items():
+        if not isinstance(values, list) or not values:  # some gold answers have the value itself here
+            filled[name] = values
+        elif "" not in values:
+            filled[name] = _filled(values[0])
+        elif name in required:
+            filled[name] = _filled(next((value for value in values if value != ""), ""))
+    return filled
 
 
 def _filled(value: Any) -> Any:
