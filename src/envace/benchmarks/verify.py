@@ -26,7 +26,7 @@ from envace.types import UserError
 logger = logging.getLogger("envace")
 
 # Tasks that the oracle fails, as their gold answer does not pass the official scorer; all others must be right.
-WRONG_GOLD = {"bfcl": {"live_simple": 2, "live_multiple": 3}}
+WRONG_GOLD = {"bfcl": {"live_simple": 2, "live_multiple": 2}}
 BFCL_SINGLE = ("simple_python", "multiple", "parallel", "parallel_multiple")
 BFCL_LIVE = ("live_simple", "live_multiple", "live_parallel", "live_parallel_multiple", "live_relevance")
 # Parts that one oracle can play: their requests tell their tasks apart.
