@@ -1,6 +1,7 @@
 """Fixtures: the real Qwen3 tokenizer where it is at hand, the demo's own tokenizer, and a tiny model to run both."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(autouse=True)
+def signals_are_put_back():
+    """A handler that a command leaves behind would change how later tests of the same process end."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    yield
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 @pytest.fixture(scope="session")

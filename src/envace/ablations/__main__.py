@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
 import sys
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -21,6 +20,7 @@ from multiprocessing import active_children
 from envace.ablations.runs import ROOTS, Run, WarmUp, is_done, plan, recorded, with_warm_ups
 from envace.ablations.workers import do, workers
 from envace.config import ConfigError
+from envace.interrupts import sigterm_interrupts
 from envace.records import read_record
 from envace.report.ablations import MOST_SEEDS, write_report
 from envace.tracking import setup_logging
@@ -42,11 +42,9 @@ def main() -> None:
     if arguments.jobs < 1:
         parser.error("--jobs must be at least 1")
     setup_logging()
-    # The end that `kill` and a batch system ask for is the one that Ctrl-C asks for.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         runs = plan(seeds, quick=arguments.quick, only=tuple(filter(None, arguments.only.split(","))))
-        with workers(arguments.jobs) as pool:
+        with sigterm_interrupts(), workers(arguments.jobs) as pool:
             carry_out(runs, arguments.quick, pool, arguments.jobs)
     except ConfigError as error:
         parser.error(str(error))

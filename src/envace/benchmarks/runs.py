@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import signal
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from envace.benchmarks.benchmark import Benchmark, Outcome, Trial
 from envace.benchmarks.bfcl import BFCL
 from envace.benchmarks.served import serving
 from envace.config import settings_of, versions
+from envace.interrupts import sigterm_interrupts
 from envace.metrics import t_interval
 from envace.records import is_done, read_record, write_record
 from envace.settings import Config
@@ -42,8 +41,11 @@ def evaluate_benchmark(config: Config) -> dict[str, Any]:
     parts = chosen_parts(benchmark, config.bench.parts)
     harness = {"name": benchmark.name, "version": benchmark.version(Path(config.bench.home))}
     root = Path(config.run_dir) / benchmark.name
-    with sigterm_interrupts():
-        trials = [run_trial(benchmark, config, parts, root, k) for k in range(config.bench.trials)]
+    try:
+        with sigterm_interrupts():
+            trials = [run_trial(benchmark, config, parts, root, k) for k in range(config.bench.trials)]
+    except KeyboardInterrupt:
+        raise UserError("interrupted: the same command goes on where it was") from None
     results = {
         "benchmark": benchmark.name,
         "harness": harness,
@@ -60,22 +62,6 @@ def evaluate_benchmark(config: Config) -> dict[str, Any]:
     write_record(root / "results.json", {"run": settings_of(config)}, **results)
     logger.info("results: %s", root / "results.json")
     return results
-
-
-@contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM ends what runs inside like Ctrl-C: neither server nor harness is left behind. Raises UserError."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise UserError("interrupted: the same command goes on where it was") from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def chosen_parts(benchmark: Benchmark, wanted: Iterable[str]) -> tuple[str, ...]:
