@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
@@ -232,6 +232,15 @@ def t_interval(values: list[float]) -> tuple[float, float] | None:
     mean = fmean(values)
     half = T_QUANTILES[len(values) - 1] * (stdev(values) if math.isfinite(mean) else math.nan) / math.sqrt(len(values))
     return mean - half, mean + half
+
+
+def pass_hat_k(rewards_by_task: Mapping[str, Sequence[float]], k: int) -> float:
+    """pass^k: how likely k trials of a task all succeed; mean over tasks of C(c, k) / C(n, k), c of n trials right.
+
+    Tasks with fewer than k trials are left out.
+    """
+    known = [rewards for rewards in rewards_by_task.values() if len(rewards) >= k]
+    return _mean(math.comb(sum(r >= 1 - 1e-6 for r in rewards), k) / math.comb(len(rewards), k) for rewards in known)
 
 
 def bootstrap_ci(

@@ -74,8 +74,11 @@ class Benchmark(Protocol):
     def version(self, home: Path) -> str:
         """Of the harness below `home`. Raises UserError if it is not set up."""
 
-    def tools(self, home: Path) -> list[str]:
-        """Names of tools that the harness executes even where a request does not offer them."""
+    def tools(self, home: Path) -> list[str] | None:
+        """Names of tools that the harness executes even where a request does not offer them.
+
+        None: it takes any call as data, and answers one to an unknown tool itself, so none is held back from it.
+        """
 
     def run(self, trial: Trial, parts: tuple[str, ...]) -> Outcome:
         """Raises UserError if the harness cannot do its work."""

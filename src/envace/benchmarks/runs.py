@@ -20,16 +20,17 @@ from typing import Any
 from envace.benchmarks.benchmark import Benchmark, Outcome, Trial
 from envace.benchmarks.bfcl import BFCL
 from envace.benchmarks.served import serving
+from envace.benchmarks.tau2 import Tau2
 from envace.config import settings_of, versions
 from envace.interrupts import sigterm_interrupts
-from envace.metrics import t_interval
+from envace.metrics import pass_hat_k, t_interval
 from envace.records import is_done, read_record, write_record
 from envace.settings import Config
 from envace.types import UserError
 
 logger = logging.getLogger("envace")
 
-BENCHMARKS: dict[str, Benchmark] = {benchmark.name: benchmark for benchmark in (BFCL(),)}
+BENCHMARKS: dict[str, Benchmark] = {benchmark.name: benchmark for benchmark in (BFCL(), Tau2())}
 # What says where and how fast, but not what is measured.
 UNCOMPARED = ("run_dir", "bench.home", "bench.concurrency", "bench.trials", "bench.retries", "serve.timeout")
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -58,6 +59,7 @@ def evaluate_benchmark(config: Config) -> dict[str, Any]:
         "tasks_per_part": config.bench.tasks or "all",
         "trials": trials,
         "scores": over_trials(trials),
+        "pass_hat": pass_hats(trials),
     }
     write_record(root / "results.json", {"run": settings_of(config)}, **results)
     logger.info("results: %s", root / "results.json")
@@ -111,6 +113,20 @@ def over_trials(trials: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {
         name: {"mean": sum(values) / len(values), "interval": t_interval(values), "trials": len(values)}
         for name, values in by_name.items()
+    }
+
+
+def pass_hats(trials: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """By part and k: pass^k over trials, of parts that say what each task was rewarded with."""
+    by_part: dict[str, dict[str, list[float]]] = {}
+    for trial in trials:
+        for name, part in trial["parts"].items():
+            for task, reward in part["details"].get("rewards", {}).items():
+                by_part.setdefault(name, {}).setdefault(task, []).append(reward)
+    most = {name: max(map(len, rewards.values())) for name, rewards in by_part.items()}
+    return {
+        name: {str(k): 100 * pass_hat_k(rewards, k) for k in range(1, most[name] + 1)}
+        for name, rewards in by_part.items()
     }
 
 

@@ -44,12 +44,12 @@ class Served:
 
 
 @contextmanager
-def serving(config: Config, folder: Path, name: str, also_callable: list[str]) -> Iterator[Served]:
+def serving(config: Config, folder: Path, name: str, also_callable: list[str] | None) -> Iterator[Served]:
     """Serve what the settings say, on a free port of this machine alone, until the block ends.
 
-    name: that the model goes by; "": its own. also_callable: tools that a reply may call though they are not offered.
-    Its settings and its log stay in `folder`. Raises UserError, with its
-    last words, if it does not come up.
+    name: that the model goes by; "": its own. also_callable: tools that a reply may call though they are not offered;
+    None lets every call through. Its settings and its log stay in `folder`. Raises UserError, with its last words, if
+    it does not come up.
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings, log = folder / "serve.yaml", folder / "serve.log"
@@ -59,8 +59,8 @@ def serving(config: Config, folder: Path, name: str, also_callable: list[str]) -
         port=0,
         key_env="",
         name=name,
-        only_offered_calls=True,
-        also_callable=also_callable,
+        only_offered_calls=also_callable is not None,
+        also_callable=also_callable or [],
     )
     save_config(replace(config, serve=private), settings)
     with listening([sys.executable, "-u", "-m", "envace.serve", "--config", str(settings)], log) as url:

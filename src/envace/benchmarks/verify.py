@@ -2,8 +2,9 @@
 
     python -m envace.benchmarks.verify bfcl [--tasks 5] [--home .bench] [--out runs/bench-verify]
 
-The path is that of an evaluation: official harness -> envace.serve -> the scripted endpoint in the model's place. Ends
-with status 1 if a score is not the expected one. With --tasks only the first tasks of each part are run.
+The path is that of an evaluation: official harness -> envace.serve -> the scripted endpoint in the model's place, and
+of the user and the judge where there are any. Ends with status 1 if a score is not the expected one. With --tasks only
+the first tasks of each part are run; what doing nothing scores on them is not checked where only the whole is known.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 from envace.benchmarks.bfcl import IRRELEVANCE, MULTI_TURN
 from envace.benchmarks.runs import BENCHMARKS, evaluate_benchmark
 from envace.benchmarks.served import listening
+from envace.benchmarks.tau2 import JUDGE, PARTS
 from envace.config import ConfigError, load_config
 from envace.tracking import setup_logging
 from envace.types import UserError
@@ -31,8 +34,10 @@ BFCL_SINGLE = ("simple_python", "multiple", "parallel", "parallel_multiple")
 BFCL_LIVE = ("live_simple", "live_multiple", "live_parallel", "live_parallel_multiple", "live_relevance")
 # Parts that one oracle can play: their requests tell their tasks apart.
 GROUPS: Mapping[str, list[tuple[str, ...]]] = {
-    "bfcl": [*((part,) for part in MULTI_TURN), (*BFCL_SINGLE, *BFCL_LIVE), IRRELEVANCE]
+    "bfcl": [*((part,) for part in MULTI_TURN), (*BFCL_SINGLE, *BFCL_LIVE), IRRELEVANCE],
+    "tau2": [PARTS],
 }
+JUDGES = {"tau2": JUDGE}  # by which name a harness asks for its judge; these have a user, too
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,10 @@ class Check:
 def verify(benchmark: str, mode: str, parts: tuple[str, ...], tasks: int, home: Path, out: Path) -> list[Check]:
     """Scores of `parts` with the scripted endpoint in the model's place. Raises UserError, ConfigError."""
     out.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-u", "-m", "envace.benchmarks.replay", benchmark, "--mode", mode]
-    with listening([*command, "--parts", ",".join(parts), "--home", str(home)], out / "replay.log") as url:
+    command = [sys.executable, "-u", "-m", "envace.benchmarks.replay", benchmark, "--mode"]
+    with ExitStack() as servers:
+        played = [*command, mode, "--parts", ",".join(parts), "--home", str(home)]
+        url = servers.enter_context(listening(played, out / "replay.log"))
         settings = {
             "benchmark": benchmark,
             "model.path": "",
@@ -65,8 +72,16 @@ def verify(benchmark: str, mode: str, parts: tuple[str, ...], tasks: int, home: 
             "bench.trials": 1,
             "run_dir": out,
         }
+        if name := JUDGES.get(benchmark):
+            judge = servers.enter_context(listening([*command, "judge", "--name", name], out / "judge.log"))
+            settings |= {"bench.user.url": f"{url}/v1", "bench.user.model": "replay"}
+            settings |= {"bench.judge.url": f"{judge}/v1", "bench.judge.model": name}
         results = evaluate_benchmark(load_config(None, [f"{key}={value}" for key, value in settings.items()]))
-    return [check(benchmark, mode, name, part, tasks) for name, part in results["trials"][0]["parts"].items()]
+    return [
+        check(benchmark, mode, name, part, tasks)
+        for name, part in results["trials"][0]["parts"].items()
+        if mode == "oracle" or part["null"] is not None
+    ]
 
 
 def groups(benchmark: str, mode: str) -> list[tuple[str, ...]]:
@@ -76,7 +91,7 @@ def groups(benchmark: str, mode: str) -> list[tuple[str, ...]]:
 
 def check(benchmark: str, mode: str, name: str, part: dict[str, Any], tasks: int) -> Check:
     """part: as in a trial's record. A few tasks are all expected to be right: gold that is wrong comes later on."""
-    wrong = 0 if tasks else WRONG_GOLD[benchmark].get(name, 0)
+    wrong = 0 if tasks else WRONG_GOLD.get(benchmark, {}).get(name, 0)
     expected = part["tasks"] - wrong if mode == "oracle" else part["tasks"] * part["null"] / 100
     return Check(mode, name, part["tasks"] * (part["score"] or 0) / 100, part["tasks"], expected, part["faults"])
 

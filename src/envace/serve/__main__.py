@@ -12,7 +12,6 @@ import asyncio
 import ipaddress
 import logging
 import math
-import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from envace.chat import ChatFormat
 from envace.serve.app import create_app
 from envace.serve.engine import Engine
 from envace.serve.guard import GuardedEngine
+from envace.serve.keys import secret
 from envace.serve.local import LocalEngine
 from envace.serve.metrics import Metrics
 from envace.serve.remote import RemoteEngine
@@ -66,14 +66,6 @@ def open_engine(config: Config, metrics: Metrics) -> Engine:
     team = evaluation_team(config)
     rehearsing = team if config.rehearsal.mode == "none" else rehearsing_team(team, config)
     return LocalEngine(config, team, rehearsing, metrics.batches.observe)
-
-
-def secret(name: str, setting: str) -> str:
-    """The value of the environment variable `name`; "" if none is named. `setting` named it."""
-    value = os.environ.get(name, "").strip() if name else ""
-    if name and not (value and value.isascii() and value.isprintable()):
-        raise UserError(f"{setting} must NAME an environment variable that holds the key: export it, or name none")
-    return value
 
 
 def is_loopback(host: str) -> bool:

@@ -1,6 +1,10 @@
 """Serve a script as an OpenAI-compatible endpoint.
 
-python -m envace.benchmarks.replay bfcl --mode oracle --parts multi_turn_base [--port 0] [--home .bench]
+    python -m envace.benchmarks.replay bfcl --mode oracle --parts multi_turn_base [--port 0] [--home .bench]
+    python -m envace.benchmarks.replay tau2 --mode judge --name gpt-4.1-2025-04-14
+
+oracle plays a task's gold actions, null does nothing, judge finds everything right. Where a harness asks for a user,
+oracle and null play it too.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from envace.benchmarks.replay import bfcl
+from envace.benchmarks.replay import bfcl, tau2
 from envace.benchmarks.replay.script import Script, ScriptError, silent
 from envace.config import load_config
 from envace.serve.__main__ import bound, serve
@@ -25,15 +29,17 @@ from envace.serve.requests import ChatRequest
 from envace.tracking import setup_logging
 from envace.types import Task, UserError
 
-ORACLES: dict[str, Callable[[Path, Sequence[str]], Script]] = {"bfcl": bfcl.oracle}
+ORACLES: dict[str, Callable[[Path, Sequence[str]], Script]] = {"bfcl": bfcl.oracle, "tau2": tau2.oracle}
+NULLS: dict[str, Script] = {"tau2": tau2.null}  # where being silent is not all
+JUDGES: dict[str, Script] = {"tau2": tau2.judge}
 NAME = "replay"
 logger = logging.getLogger("envace")
 
 
 class ReplayEngine:
-    def __init__(self, script: Script):
+    def __init__(self, script: Script, name: str = NAME):
         self.script = script
-        self.model = NAME
+        self.model = name
 
     async def complete(self, request: ChatRequest, memory: str) -> dict[str, Any]:
         try:
@@ -54,22 +60,33 @@ class ReplayEngine:
         pass
 
 
+def script_of(benchmark: str, mode: str, home: Path, parts: Iterable[str]) -> Script:
+    """Raises UserError if there is none."""
+    if mode == "oracle":
+        return ORACLES[benchmark](home, parts)
+    if mode == "null":
+        return NULLS.get(benchmark, silent)
+    if benchmark not in JUDGES:
+        raise UserError(f"{benchmark} has no judge")
+    return JUDGES[benchmark]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m envace.benchmarks.replay", description=__doc__.splitlines()[0])
     parser.add_argument("benchmark", choices=ORACLES)
-    parser.add_argument("--mode", choices=("oracle", "null"), required=True)
+    parser.add_argument("--mode", choices=("oracle", "null", "judge"), required=True)
     parser.add_argument("--parts", default="", metavar="A,B", help="oracle: categories or domains that it knows")
     parser.add_argument("--home", type=Path, default=Path(".bench"), help="where the harnesses are (default .bench)")
+    parser.add_argument("--name", default=NAME, help=f"of the model (default {NAME})")
     parser.add_argument("--port", type=int, default=0, help="0 (default) takes a free one and logs it")
     arguments = parser.parse_args()
     setup_logging()
     try:
-        script = silent
-        if arguments.mode == "oracle":
-            script = ORACLES[arguments.benchmark](arguments.home, arguments.parts.split(","))
+        script = script_of(arguments.benchmark, arguments.mode, arguments.home, arguments.parts.split(","))
         config = load_config(None, ["model.path="])
+        app = create_app(ReplayEngine(script, arguments.name), config)
         with bound("127.0.0.1", arguments.port) as listening:
-            asyncio.run(serve(create_app(ReplayEngine(script), config), listening, config.serve.timeout))
+            asyncio.run(serve(app, listening, config.serve.timeout))
     except UserError as error:
         sys.exit(f"error: {error}")
 
