@@ -439,6 +439,7 @@ class TestHarness:
         assert results["trials"][0]["overall"] == {"macro": 100.0, "weighted": 100.0}
         assert results["trials"][0]["missing"] == [] and results["pass_hat"]["airline"] == {"1": 100.0}
         assert results["harness"] == {"name": "tau2", "version": "1.0.1"}
+        assert "only_offered_calls: false" in (tmp_path / "tau2" / "trial0" / "serve.yaml").read_text()
 
     def test_doing_nothing_is_right_where_nothing_is_to_be_done(self, tmp_path):
         rewards = run_directly(tmp_path, replay.null, "bench.tasks=4").details["rewards"]
