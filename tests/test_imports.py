@@ -17,7 +17,7 @@ LAYERS = [
     BASE,
     {"prompts"} | PURE,
     {"chat", "schemas", "filters", "claims", "environments", "scoring", "checkpoints", "memory"}
-    | {"outage", "endpoints", "interrupts"},
+    | {"outage", "endpoints", "interrupts", "keys"},
     {"episodes", "demonstrations"},
     {"rehearsal", "gate", "generation", "demo", "cm2"},
     {"policy", "data", "verdicts", "tracking", "report", "judge", "simulator", "services", "team"}

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from envace.benchmarks.benchmark import Outcome, Part, Trial, run_harness
-from envace.serve.keys import secret
+from envace.keys import secret
 from envace.settings import BenchConfig
 from envace.types import UserError
 

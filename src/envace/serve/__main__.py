@@ -22,10 +22,10 @@ from fastapi import FastAPI
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from envace.chat import ChatFormat
+from envace.keys import secret
 from envace.serve.app import create_app
 from envace.serve.engine import Engine
 from envace.serve.guard import GuardedEngine
-from envace.serve.keys import secret
 from envace.serve.local import LocalEngine
 from envace.serve.metrics import Metrics
 from envace.serve.remote import RemoteEngine

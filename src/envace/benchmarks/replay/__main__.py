@@ -60,7 +60,7 @@ class ReplayEngine:
         pass
 
 
-def script_of(benchmark: str, mode: str, home: Path, parts: Iterable[str]) -> Script:
+def script_of(benchmark: str, mode: str, home: Path, parts: Sequence[str]) -> Script:
     """Raises UserError if there is none."""
     if mode == "oracle":
         return ORACLES[benchmark](home, parts)
