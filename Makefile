@@ -71,7 +71,7 @@ tables: $(STAMP)  ## the paper's tables and figures, published and ours (RUNS="r
 serve: $(STAMP)  ## an OpenAI-compatible endpoint over a checkpoint (CONFIG=... ARGS="model.path=FOLDER serve.port=8000")
 	@$(VENV) -m envace.serve --config $(CONFIG) $(ARGS)
 
-bench-setup-%: $(STAMP)  ## put an official harness in .bench: bench-setup-bfcl, bench-setup-tau2 (SOURCE=its checkout)
+bench-setup-%: $(STAMP)  ## put an official harness in .bench: bench-setup-bfcl, -tau2, -vita, -finmcp (SOURCE=its checkout)
 	@$(VENV) -m envace.benchmarks.setup $* $(if $(SOURCE),--source $(SOURCE))
 
 bench-verify: $(STAMP)  ## gold actions and doing nothing through an official harness (BENCH=bfcl ARGS="--tasks 5")

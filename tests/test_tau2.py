@@ -1,8 +1,6 @@
-"""tau2: whose failure an end is, scores, the scripts of agent and user, set-up; gold actions end to end."""
+"""tau2: whose failure an end is, scores, the scripts of agent and user; gold actions end to end."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +8,10 @@ import pytest
 from serving import running, settings
 
 from envace.benchmarks.benchmark import Trial
-from envace.benchmarks.checkout import Checkout, check_source, copy_data, fetched, git_id
 from envace.benchmarks.replay import tau2 as replay
 from envace.benchmarks.replay.__main__ import ReplayEngine, script_of
 from envace.benchmarks.replay.script import Answer, ScriptError
 from envace.benchmarks.runs import pass_hats
-from envace.benchmarks.setup import set_up
 from envace.benchmarks.tau2 import (
     JUDGE,
     PARTS,
@@ -315,104 +311,6 @@ class TestScripts:
         assert [(r["expectedOutcome"], r["metExpectation"]) for r in results] == [("It's said.", True), ("b", True)]
         with pytest.raises(UserError, match="bfcl has no judge"):
             script_of("bfcl", "judge", HOME, [])
-
-
-# What stands for pip: it "downloads" a package whose files are given as the last argument, or fails without one.
-PIP = """
-import sys, zipfile, json, pathlib
-files = json.loads(sys.argv[1])
-if not files:
-    sys.exit("no index")
-with zipfile.ZipFile(pathlib.Path(sys.argv[sys.argv.index("--dest") + 1]) / "p.whl", "w") as package:
-    for name, text in files.items():
-        package.writestr(name, text)
-"""
-
-
-class TestSetUp:
-    def checkout(self, **changes):
-        base = Checkout(
-            url="https://example.org/x",
-            tag="v1.2",
-            version="1.2",
-            data=("data/a", "data/b"),
-            needed=("data/a/one.json", "data/b/two.json"),
-            stand_in="other==3",
-            stand_in_root="pkg/",
-            stand_in_files=(("data/b/two.json", git_id(b"two")),),
-        )
-        return replace(base, **changes)
-
-    def source(self, folder, version="1.2", files=("data/a/one.json",)):
-        (folder / "pyproject.toml").write_text(f'[project]\nname = "x"\nversion = "{version}"\n')
-        for name in files:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text("there")
-        return folder
-
-    def pip(self, **files):
-        return [
-            sys.executable,
-            "-c",
-            PIP,
-            json.dumps({f"pkg/data/b/{name}.json": text for name, text in files.items()}),
-        ]
-
-    def test_what_git_calls_a_file(self):
-        assert git_id(b"hello\n") == "ce013625030ba8dba906f756967f9e9ca394464a"
-
-    def test_a_checkout_of_another_version_or_none(self, tmp_path):
-        with pytest.raises(UserError, match="has version 0.9: it must be a checkout of .* at v1.2"):
-            check_source(self.checkout(), self.source(tmp_path, "0.9"))
-        with pytest.raises(UserError, match="is not a checkout of .* at v1.2: it has no pyproject.toml"):
-            check_source(self.checkout(), tmp_path / "nowhere")
-
-    def test_a_file_that_is_missing_comes_from_the_package(self, tmp_path):
-        source, home = self.source(tmp_path), tmp_path / "home"
-        copy_data(self.checkout(), source, home, self.pip(two="two"), tmp_path / "log")
-        assert (home / "data/b/two.json").read_text() == "two" and (home / "data/a/one.json").read_text() == "there"
-        assert not (source / "data/b").exists()
-
-    def test_another_content_is_refused(self, tmp_path):
-        source, home = self.source(tmp_path), tmp_path / "home"
-        with pytest.raises(UserError, match="other==3 has another data/b/two.json than v1.2"):
-            copy_data(self.checkout(), source, home, self.pip(two="three"), tmp_path / "log")
-        assert not (home / "data/b/two.json").exists()
-
-    def test_what_cannot_be_had_is_named_with_where_it_is(self, tmp_path):
-        source, home = self.source(tmp_path), tmp_path / "home"
-        with pytest.raises(UserError, match="lacks data/b/two.json: https://example.org/x at v1.2 has it, and so has"):
-            copy_data(self.checkout(), source, home, self.pip(), tmp_path / "log")
-        with pytest.raises(
-            UserError, match="lacks data/b/two.json: https://example.org/x at v1.2 has it; put it there"
-        ):
-            copy_data(self.checkout(stand_in_files=()), source, home, self.pip(two="two"), tmp_path / "log")
-
-    def test_a_folder_for_what_comes_from_the_index(self, tmp_path):
-        with pytest.raises(UserError, match="bfcl comes from the package index"):
-            set_up("bfcl", tmp_path, tmp_path)
-
-    def test_a_wrong_folder_leaves_what_is_there(self, tmp_path):
-        (tmp_path / "tau2").mkdir()
-        (tmp_path / "tau2" / "kept").write_text("")
-        with pytest.raises(UserError, match="is not a checkout"):
-            set_up("tau2", tmp_path, tmp_path / "nowhere")
-        assert (tmp_path / "tau2" / "kept").exists()
-
-    def test_a_clone_has_the_tag_and_is_gone_afterwards(self, tmp_path):
-        (tmp_path / "origin").mkdir()
-        origin = self.source(tmp_path / "origin")
-        git = ["git", "-C", str(origin), "-c", "user.name=x", "-c", "user.email=x@example.org"]
-        for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"], ["tag", "v1.2"]):
-            subprocess.run([*git, *words], check=True)
-        self.source(origin, "1.3")
-        subprocess.run([*git, "commit", "-qam", "y"], check=True)
-        with fetched(self.checkout(url=origin.as_uri()), None, tmp_path / "log") as folder:
-            assert (folder / "data/a/one.json").exists() and "1.2" in (folder / "pyproject.toml").read_text()
-        assert not folder.exists()
-        with pytest.raises(UserError, match="needs the network once, or --source FOLDER"):
-            with fetched(self.checkout(url=(tmp_path / "no").as_uri()), None, tmp_path / "log"):
-                pass
 
 
 def test_a_floor_of_all_tasks_is_checked_on_all_tasks():

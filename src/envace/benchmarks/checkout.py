@@ -1,11 +1,10 @@
-"""A harness that is published as a repository: its source and its data, at one tag."""
+"""A harness that is published as a repository: its source and its data, at one tag or commit."""
 
 from __future__ import annotations
 
 import hashlib
 import shutil
 import subprocess
-import tomllib
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,52 +18,66 @@ from envace.types import UserError
 
 @dataclass(frozen=True)
 class Checkout:
-    """version: of the package at that tag. needed: files without which the harness is not whole.
+    """code: the folder that must be the published one. fingerprint: what `fingerprint` says of it.
 
-    data: folders that the harness reads when it runs; they are copied. stand_in: a package of the index that holds
-    some of the files too, as {file: git's id of it at the tag}, for a checkout that lacks them.
+    copied: folders that the harness needs when it runs. is_package: it is installed, too. needed: files without which
+    it is not whole. stand_in: a package of the index that holds some of the files too, as {file: git's id of it at the
+    tag}, for a checkout that lacks them.
     """
 
     url: str
     tag: str
-    version: str
-    data: tuple[str, ...]
-    needed: tuple[str, ...]
-    stand_in: str
-    stand_in_root: str
-    stand_in_files: tuple[tuple[str, str], ...]
+    code: str
+    fingerprint: str
+    copied: tuple[str, ...]
+    is_package: bool = False
+    needed: tuple[str, ...] = ()
+    stand_in: str = ""
+    stand_in_root: str = ""
+    stand_in_files: tuple[tuple[str, str], ...] = ()
 
 
 @contextmanager
 def fetched(checkout: Checkout, source: Path | None, log: Path) -> Iterator[Path]:
-    """The source: the user's own folder, that has been checked, or a clone for a while. Raises UserError."""
+    """The source: the user's own folder, that has been checked, or what is fetched, for a while. Raises UserError."""
     if source:
         yield source.resolve()
         return
+    offline = "it needs the network once, or --source FOLDER with a checkout that you have"
     with TemporaryDirectory(prefix="envace-checkout-") as folder:
-        clone = ["git", "clone", "--quiet", "--depth=1", "--filter=blob:none", "--sparse", "--branch", checkout.tag]
-        offline = "it needs the network once, or --source FOLDER with a checkout that you have"
-        run_step([*clone, checkout.url, folder], log, offline)
-        run_step(["git", "-C", folder, "sparse-checkout", "set", "src", *checkout.data], log, offline)
+        for words in (
+            ["init", "--quiet"],
+            ["remote", "add", "origin", checkout.url],
+            ["sparse-checkout", "init", "--cone"],  # older versions of git would leave out the files at the root
+            ["sparse-checkout", "set", checkout.code, *checkout.copied],
+            ["fetch", "--quiet", "--depth=1", "--filter=blob:none", "origin", checkout.tag],  # a clone takes no commit
+            ["checkout", "--quiet", "FETCH_HEAD"],
+        ):
+            run_step(["git", "-C", folder, *words], log, offline)
         check_source(checkout, Path(folder))
         yield Path(folder)
 
 
 def check_source(checkout: Checkout, source: Path) -> None:
     """Raises UserError unless it is the wanted version."""
-    wanted = f"a checkout of {checkout.url} at {checkout.tag}"
-    try:
-        project = tomllib.loads((source / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        version = project["version"]
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{source} is not {wanted}: it has no pyproject.toml with a version") from error
-    if version != checkout.version:
-        raise UserError(f"{source} has version {version}: it must be {wanted}")
+    code = source / checkout.code
+    if not code.is_dir() or fingerprint(code) != checkout.fingerprint:
+        what = "is not what it must be" if code.is_dir() else "is not there"
+        raise UserError(f"{source} is not a checkout of {checkout.url} at {checkout.tag}: {checkout.code} {what}")
 
 
-def copy_data(checkout: Checkout, source: Path, folder: Path, pip: list[str], log: Path) -> None:
-    """The data of a checkout, completed from the stand-in where files of it are missing. Raises UserError."""
-    for name in checkout.data:
+def fingerprint(folder: Path) -> str:
+    """SHA-256 over the names and contents of all files, apart from what Python has compiled."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
+        content = hashlib.sha256(path.read_bytes()).digest()
+        digest.update(f"{path.relative_to(folder).as_posix()}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def copy_folders(checkout: Checkout, source: Path, folder: Path, pip: list[str], log: Path) -> None:
+    """What a harness needs of its checkout, completed from the stand-in where files are missing. Raises UserError."""
+    for name in checkout.copied:
         if (source / name).is_dir():
             shutil.copytree(source / name, folder / name, dirs_exist_ok=True)
     ids = dict(checkout.stand_in_files)

@@ -1,7 +1,7 @@
 """Put an official harness, at a pinned version, in a virtual environment of its own below .bench.
 
     python -m envace.benchmarks.setup bfcl [--home .bench]
-    python -m envace.benchmarks.setup tau2 [--source FOLDER]
+    python -m envace.benchmarks.setup tau2 [--source FOLDER]     and so vita and finmcp
 
 --source is a checkout of a harness's repository that is there already; without it one is cloned.
 """
@@ -18,7 +18,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from envace.benchmarks.checkout import Checkout, check_source, copy_data, fetched, run_step
+from envace.benchmarks.checkout import Checkout, check_source, copy_folders, fetched, run_step
 from envace.benchmarks.tau2 import PARTS
 from envace.tracking import setup_logging
 from envace.types import UserError
@@ -66,14 +66,28 @@ HARNESSES = {
             *("psutil==7.1.3", "addict==2.4.0", "PyYAML==6.0.3", "toml==0.10.2", "python-dotenv==1.2.1"),
         ),
     ),
+    # What `vita run` imports; the repository asks for more.
+    "vita": Harness(
+        python=("3.11", "3.12", "3.10"),
+        alone=(),
+        packages=(
+            *("addict==2.4.0", "deepdiff==8.6.1", "docstring-parser==0.17.0", "holidays==0.83", "json-repair==0.52.4"),
+            *("loguru==0.7.3", "pandas==2.3.3", "pydantic==2.12.4", "python-dotenv==1.2.1", "PyYAML==6.0.3"),
+            *("requests==2.32.5", "rich==14.2.0", "thefuzz==0.22.1", "toml==0.10.2"),
+        ),
+    ),
+    # The script that scores needs nothing but Python.
+    "finmcp": Harness(python=("3.11", "3.12", "3.10"), alone=(), packages=()),
 }
 # Where the harnesses are that the package index does not have.
 CHECKOUTS = {
     "tau2": Checkout(
         url="https://github.com/sierra-research/tau2-bench",
         tag="v1.0.1",
-        version="1.0.1",
-        data=(*(f"data/tau2/domains/{part}" for part in PARTS), "data/tau2/user_simulator"),
+        code="src/tau2",
+        fingerprint="e024acde8dfe373c33ec13ed6aec8447b14ff1acf46481a1ecb2ea5fe6912ceb",
+        is_package=True,
+        copied=(*(f"data/tau2/domains/{part}" for part in PARTS), "data/tau2/user_simulator"),
         needed=(
             "data/tau2/user_simulator/simulation_guidelines.md",
             "data/tau2/user_simulator/simulation_guidelines_tools.md",
@@ -87,6 +101,22 @@ CHECKOUTS = {
             ("data/tau2/domains/airline/db.json", "c6a1e817aa9102c5822e83affb3595acbc312701"),
             ("data/tau2/domains/telecom/tasks.json", "6f41a5e3489e187fa247d729706509d8250a31c1"),
         ),
+    ),
+    # Not installed: run from its source, beside which it expects its data.
+    "vita": Checkout(
+        url="https://github.com/meituan-longcat/vitabench",
+        tag="96f3b8529d8ea38d330de2405af7e32a1454f6cd",
+        code="src/vita",
+        fingerprint="9d71480f11e02f593b9b551654a622424eda2a6fd27f1b98e35f81cd20134fdc",
+        copied=("src/vita", "data/vita/domains"),
+    ),
+    "finmcp": Checkout(
+        url="https://github.com/aliyun/qwen-dianjin",
+        tag="fd9b51167d6574470404b30e426bcb3357615f89",
+        code="DianJin-TIR/eval",
+        fingerprint="bd37ba9f7798f2c7f3136d51cbcec0fb233c776b859dc6d912e1882afd8130dc",
+        copied=("DianJin-TIR/eval", "DianJin-TIR/infer"),
+        needed=("DianJin-TIR/infer/demo_infer.json",),  # the records that verification plays
     ),
 }
 
@@ -114,11 +144,13 @@ def set_up(name: str, home: Path, source: Path | None = None) -> None:
     install = [*pip, "install", "--quiet"]
     if checkout:
         with fetched(checkout, source, log) as found:
-            copy_data(checkout, found, folder, pip, log)
-            run_step([*install, "--no-deps", str(found)], log, NEEDS_INDEX)
+            copy_folders(checkout, found, folder, pip, log)
+            if checkout.is_package:
+                run_step([*install, "--no-deps", str(found)], log, NEEDS_INDEX)
     if harness.alone:
         run_step([*install, "--no-deps", *harness.alone], log, NEEDS_INDEX)
-    run_step([*install, *harness.packages], log, NEEDS_INDEX)
+    if harness.packages:
+        run_step([*install, *harness.packages], log, NEEDS_INDEX)
     stamp.write_text(json.dumps({"sha256": wanted}), encoding="utf-8")
     logger.info("%s is ready", name)
 
