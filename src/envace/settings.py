@@ -221,6 +221,9 @@ class BenchConfig:
     trials: int = 4  # runs of each task, each with a seed of its own
     concurrency: int = 16  # tasks at once
     retries: int = 3  # further tries of tasks that ended by a fault of the infrastructure
+    language: Literal["chinese", "english"] = "chinese"  # vita: of its tasks and prompts
+    data: str = "DianJin/FinMCP-Bench:*benchmark_final.json"  # finmcp: a file, or OWNER/NAME:PATTERN on the hub
+    tool_schemas: str = ""  # finmcp: JSON list of its tools; empty: made of the calls that its tasks show
     user: PartnerConfig = field(default_factory=PartnerConfig)  # tau2, vita: who plays the user
     judge: PartnerConfig = field(default_factory=PartnerConfig)  # tau2 retail, vita: who judges
 

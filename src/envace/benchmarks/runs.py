@@ -19,8 +19,10 @@ from typing import Any
 
 from envace.benchmarks.benchmark import Benchmark, Outcome, Trial
 from envace.benchmarks.bfcl import BFCL
+from envace.benchmarks.finmcp import FinMCP
 from envace.benchmarks.served import serving
 from envace.benchmarks.tau2 import Tau2
+from envace.benchmarks.vita import Vita
 from envace.config import settings_of, versions
 from envace.interrupts import sigterm_interrupts
 from envace.metrics import pass_hat_k, t_interval
@@ -30,7 +32,7 @@ from envace.types import UserError
 
 logger = logging.getLogger("envace")
 
-BENCHMARKS: dict[str, Benchmark] = {benchmark.name: benchmark for benchmark in (BFCL(), Tau2())}
+BENCHMARKS: dict[str, Benchmark] = {benchmark.name: benchmark for benchmark in (BFCL(), Tau2(), Vita(), FinMCP())}
 # What says where and how fast, but not what is measured.
 UNCOMPARED = ("run_dir", "bench.home", "bench.concurrency", "bench.trials", "bench.retries", "serve.timeout")
 WEIGHTS = ("*.safetensors", "*.bin")

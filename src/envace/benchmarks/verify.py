@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from envace.benchmarks import finmcp, tau2
 from envace.benchmarks.bfcl import IRRELEVANCE, MULTI_TURN
+from envace.benchmarks.replay.finmcp import DEMO
+from envace.benchmarks.replay.vita import SCRIPTED
 from envace.benchmarks.runs import BENCHMARKS, evaluate_benchmark
 from envace.benchmarks.served import listening
-from envace.benchmarks.tau2 import JUDGE, PARTS
 from envace.config import ConfigError, load_config
 from envace.tracking import setup_logging
 from envace.types import UserError
@@ -29,15 +31,23 @@ from envace.types import UserError
 logger = logging.getLogger("envace")
 
 # Tasks that the oracle fails, as their gold answer does not pass the official scorer; all others must be right.
-WRONG_GOLD = {"bfcl": {"live_simple": 2, "live_multiple": 2}}
+WRONG_GOLD = {
+    "bfcl": {"live_simple": 2, "live_multiple": 2},
+    # delivery: four expect an order of theirs under the id of another one, two a product that the store does not have.
+    # instore: a product and a shop that are not there, a table where none is booked, a time without seconds, and a
+    # reservation as unpaid, which none ever is. All in English.
+    "vita": {"delivery": 6, "instore": 5},
+}
 BFCL_SINGLE = ("simple_python", "multiple", "parallel", "parallel_multiple")
 BFCL_LIVE = ("live_simple", "live_multiple", "live_parallel", "live_parallel_multiple", "live_relevance")
 # Parts that one oracle can play: their requests tell their tasks apart.
 GROUPS: Mapping[str, list[tuple[str, ...]]] = {
     "bfcl": [*((part,) for part in MULTI_TURN), (*BFCL_SINGLE, *BFCL_LIVE), IRRELEVANCE],
-    "tau2": [PARTS],
+    "tau2": [tau2.PARTS],
+    "vita": [SCRIPTED],
+    "finmcp": [finmcp.PARTS],
 }
-JUDGES = {"tau2": JUDGE}  # by which name a harness asks for its judge; these have a user, too
+JUDGES = {"tau2": tau2.JUDGE, "vita": "judge"}  # by which name a harness asks for its judge; these have a user, too
 
 
 @dataclass(frozen=True)
@@ -59,8 +69,8 @@ def verify(benchmark: str, mode: str, parts: tuple[str, ...], tasks: int, home: 
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-u", "-m", "envace.benchmarks.replay", benchmark, "--mode"]
     with ExitStack() as servers:
-        played = [*command, mode, "--parts", ",".join(parts), "--home", str(home)]
-        url = servers.enter_context(listening(played, out / "replay.log"))
+        known = ["--parts", ",".join(parts), "--home", str(home)]
+        url = servers.enter_context(listening([*command, mode, *known], out / "replay.log"))
         settings = {
             "benchmark": benchmark,
             "model.path": "",
@@ -71,9 +81,10 @@ def verify(benchmark: str, mode: str, parts: tuple[str, ...], tasks: int, home: 
             "bench.tasks": tasks,
             "bench.trials": 1,
             "run_dir": out,
+            **own_settings(benchmark, home),
         }
         if name := JUDGES.get(benchmark):
-            judge = servers.enter_context(listening([*command, "judge", "--name", name], out / "judge.log"))
+            judge = servers.enter_context(listening([*command, "judge", "--name", name, *known], out / "judge.log"))
             settings |= {"bench.user.url": f"{url}/v1", "bench.user.model": "replay"}
             settings |= {"bench.judge.url": f"{judge}/v1", "bench.judge.model": name}
         results = evaluate_benchmark(load_config(None, [f"{key}={value}" for key, value in settings.items()]))
@@ -82,6 +93,11 @@ def verify(benchmark: str, mode: str, parts: tuple[str, ...], tasks: int, home: 
         for name, part in results["trials"][0]["parts"].items()
         if mode == "oracle" or part["null"] is not None
     ]
+
+
+def own_settings(benchmark: str, home: Path) -> dict[str, Any]:
+    """Which tasks, where there is a choice: those that every copy of a repository has."""
+    return {"vita": {"bench.language": "english"}, "finmcp": {"bench.data": home / DEMO}}.get(benchmark, {})
 
 
 def groups(benchmark: str, mode: str) -> list[tuple[str, ...]]:

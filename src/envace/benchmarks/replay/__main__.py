@@ -3,8 +3,8 @@
     python -m envace.benchmarks.replay bfcl --mode oracle --parts multi_turn_base [--port 0] [--home .bench]
     python -m envace.benchmarks.replay tau2 --mode judge --name gpt-4.1-2025-04-14
 
-oracle plays a task's gold actions, null does nothing, judge finds everything right. Where a harness asks for a user,
-oracle and null play it too.
+oracle plays a task's gold actions, null does nothing; where a harness asks for a user, they play it too. judge finds
+everything right in tau2, and in vita what leads to the expected state.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from envace.benchmarks.replay import bfcl, tau2
+from envace.benchmarks.replay import bfcl, finmcp, tau2, vita
 from envace.benchmarks.replay.script import Script, ScriptError, silent
 from envace.config import load_config
 from envace.serve.__main__ import bound, serve
@@ -29,9 +29,10 @@ from envace.serve.requests import ChatRequest
 from envace.tracking import setup_logging
 from envace.types import Task, UserError
 
-ORACLES: dict[str, Callable[[Path, Sequence[str]], Script]] = {"bfcl": bfcl.oracle, "tau2": tau2.oracle}
-NULLS: dict[str, Script] = {"tau2": tau2.null}  # where being silent is not all
-JUDGES: dict[str, Script] = {"tau2": tau2.judge}
+Maker = Callable[[Path, Sequence[str]], Script]
+ORACLES: dict[str, Maker] = {"bfcl": bfcl.oracle, "tau2": tau2.oracle, "vita": vita.oracle, "finmcp": finmcp.oracle}
+NULLS: dict[str, Script] = {"tau2": tau2.null, "vita": vita.null}  # where being silent is not all
+JUDGES: dict[str, Maker] = {"tau2": lambda home, parts: tau2.judge, "vita": vita.judge}
 NAME = "replay"
 logger = logging.getLogger("envace")
 
@@ -68,14 +69,14 @@ def script_of(benchmark: str, mode: str, home: Path, parts: Sequence[str]) -> Sc
         return NULLS.get(benchmark, silent)
     if benchmark not in JUDGES:
         raise UserError(f"{benchmark} has no judge")
-    return JUDGES[benchmark]
+    return JUDGES[benchmark](home, parts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m envace.benchmarks.replay", description=__doc__.splitlines()[0])
     parser.add_argument("benchmark", choices=ORACLES)
     parser.add_argument("--mode", choices=("oracle", "null", "judge"), required=True)
-    parser.add_argument("--parts", default="", metavar="A,B", help="oracle: categories or domains that it knows")
+    parser.add_argument("--parts", default="", metavar="A,B", help="oracle, judge: categories or domains that it knows")
     parser.add_argument("--home", type=Path, default=Path(".bench"), help="where the harnesses are (default .bench)")
     parser.add_argument("--name", default=NAME, help=f"of the model (default {NAME})")
     parser.add_argument("--port", type=int, default=0, help="0 (default) takes a free one and logs it")
