@@ -166,8 +166,8 @@ def test_a_run_without_the_score_of_a_column_is_told_of(tmp_path):
     run = put(tmp_path / "a", "tau2", [trial({}, {"airline": part(None, 0, 50)}, ["airline"])])
     table = table_1(read_results([run], {}))
     assert cells(table, "EnvACE-8B")["τ²-bench, ours"] == ""
-    assert [text for _, text in table.notes if "its cell is empty" in text] == [
-        f"{run / 'tau2' / 'results.json'}: no score for τ²-bench, so its cell is empty."
+    assert [text for _, text in table.notes if "empty cell" in text] == [
+        f"{run / 'tau2' / 'results.json'}: no τ²-bench without airline, retail, telecom: an empty cell."
     ]
 
 

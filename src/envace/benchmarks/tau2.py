@@ -27,7 +27,8 @@ from envace.types import UserError
 
 PARTS = ("airline", "retail", "telecom")
 JUDGE = "gpt-4.1-2025-04-14"
-NULL_SCORES = {"airline": 100 * 23 / 50, "retail": 100 * 11 / 114, "telecom": 0.0}  # in percent, of all tasks
+NULL_RIGHT = {"airline": (23, 50), "retail": (11, 114), "telecom": (0, 114)}  # by doing nothing, of all tasks
+NULL_SCORES = {part: 100 * right / tasks for part, (right, tasks) in NULL_RIGHT.items()}  # in percent
 MAX_STEPS, MAX_ERRORS = 200, 10
 USER_KEY = "ENVACE_TAU2_USER_KEY"
 FAULT, OWN_FAILURE = "infrastructure_error", "agent_error"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from envace.benchmarks import finmcp, vita
 from envace.benchmarks.bfcl import AGENTIC, IRRELEVANCE, LIVE, MULTI_TURN, NON_LIVE, NULL_OVERALL
+from envace.benchmarks.tau2 import NULL_RIGHT
 from envace.metrics import t_interval
 from envace.report.published import NO_REHEARSAL, Rehearsal
 from envace.types import UserError
@@ -18,8 +20,6 @@ from envace.types import UserError
 BENCHMARKS = ("bfcl", "tau2", "vita", "finmcp")
 STEP = re.compile(r"step-(\d+)")  # the folder of an exported checkpoint
 MANY = 5  # parts that are missing are named up to here, else counted
-# Of 50 tasks in airline, 114 in retail and 114 in telecom an agent that does nothing gets so many right.
-TAU2_NULL = {"airline": (23, 50), "retail": (11, 114), "telecom": (0, 114)}
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,16 @@ class Measure:
     decimals: int = 1
 
 
-TAU2_MACRO = 100 * fmean(right / tasks for right, tasks in TAU2_NULL.values())
-TAU2_WEIGHTED = 100 * sum(right for right, _ in TAU2_NULL.values()) / sum(tasks for _, tasks in TAU2_NULL.values())
-VITA_PARTS = ("delivery", "instore", "ota", "cross_domain")
-FINMCP_PARTS = ("single_step", "multi_step", "multi_turn")
+TAU2_MACRO = 100 * fmean(right / tasks for right, tasks in NULL_RIGHT.values())
+TAU2_WEIGHTED = 100 * sum(right for right, _ in NULL_RIGHT.values()) / sum(tasks for _, tasks in NULL_RIGHT.values())
 
 BFCL = Measure("BFCL-v4", "bfcl", "overall", (*NON_LIVE, *LIVE, *IRRELEVANCE, *MULTI_TURN, *AGENTIC), NULL_OVERALL, 2)
 BFCL_MULTI_TURN = Measure("BFCL multi-turn", "bfcl", "multi_turn", MULTI_TURN, 0.0)
-TAU2 = Measure("τ²-bench", "tau2", "macro", tuple(TAU2_NULL), TAU2_MACRO)
-VITA = Measure("VitaBench", "vita", "macro", VITA_PARTS, 0.0)
+TAU2 = Measure("τ²-bench", "tau2", "macro", tuple(NULL_RIGHT), TAU2_MACRO)
+VITA = Measure("VitaBench", "vita", "macro", vita.PARTS, 0.0)
 FINMCP = {
     mean: {
-        name: Measure(f"{name.upper()}, {mean}", "finmcp", f"{name}_{mean}", FINMCP_PARTS, 0.0, 2)
+        name: Measure(f"{name.upper()}, {mean}", "finmcp", f"{name}_{mean}", finmcp.PARTS, 0.0, 2)
         for name in ("tp", "tr", "tf1")
     }
     for mean in ("micro", "macro")
@@ -161,19 +159,25 @@ def flaws(result: Result, measure: Measure, scored: int) -> Iterable[str]:
     trials = result.record["trials"]
     if (limit := result.record["tasks_per_part"]) != "all":
         yield f"only the first {limit} tasks of each part"
-    missing = {
-        part
-        for trial in trials
-        for part in measure.parts
-        if part in trial["missing"] or part not in trial["parts"] or trial["parts"][part]["score"] is None
-    }
-    if missing:
-        named = [part for part in measure.parts if part in missing]
-        yield f"without {', '.join(named) if len(named) <= MANY else f'{len(named)} of {len(measure.parts)} parts'}"
+    if missing := missing_parts(result, measure):
+        is_named = len(missing) <= MANY
+        yield f"without {', '.join(missing) if is_named else f'{len(missing)} of {len(measure.parts)} parts'}"
     if faults := sum(part["faults"] for trial in trials for part in parts_of(trial, measure).values()):
         yield f"{faults} tasks ended by faults of the infrastructure"
     if scored < len(trials):
         yield f"{scored} of {len(trials)} trials"
+
+
+def missing_parts(result: Result, measure: Measure) -> list[str]:
+    """Those that some trial does not have."""
+    return [
+        part
+        for part in measure.parts
+        if any(
+            part in trial["missing"] or part not in trial["parts"] or trial["parts"][part]["score"] is None
+            for trial in result.record["trials"]
+        )
+    ]
 
 
 def mean_of(columns: list[Measured | None]) -> Measured | None:
@@ -195,7 +199,7 @@ def difference(ours: Measured | None, reference: Measured | None) -> Measured | 
     return _combined([ours, reference], lambda pair: pair[0] - pair[1])
 
 
-def _combined(columns: list[Measured], how: Any) -> Measured:
+def _combined(columns: list[Measured], how: Callable[[Sequence[float]], float]) -> Measured:
     if len({len(column.values) for column in columns}) > 1:
         return Measured((how([column.mean for column in columns]),))
     return Measured(tuple(how(values) for values in zip(*(column.values for column in columns), strict=True)))

@@ -26,6 +26,7 @@ from envace.report.results import (
     difference,
     mean_of,
     measured,
+    missing_parts,
 )
 
 PARTIAL = "†"
@@ -44,6 +45,10 @@ PAIRED = (
 ON_TAU2 = (
     "τ²-bench is the plain mean over its three domains; whether the paper weights them by tasks is not known. "
     f"Weighted, the floor is {TAU2_WEIGHTED:.1f}."
+)
+ON_FINMCP = (
+    "FinMCP-Bench: in our runs a call gets the response that is on record in its dialogue, or none; the published ones "
+    "may have asked the vendor's live tools. Whether those are micro or macro means is not known."
 )
 
 
@@ -118,7 +123,7 @@ def table_2(results: list[Result]) -> Table:
         "FinMCP-Bench: precision, recall and F1 of tool names in percent",
         ["model", *titles],
         [[Cell(FLOOR), *floor], *rows],
-        [*notes.all(), *without_score(plain, used)],
+        [*notes.all(), ("", ON_FINMCP), *without_score(plain, used)],
     )
 
 
@@ -214,7 +219,10 @@ def find(results: list[Result], row: str, measure: Measure, rehearsal: Rehearsal
 def without_score(results: list[Result], measures: list[Measure]) -> list[tuple[str, str]]:
     """A run that a column wants and that has no score for it leaves its cell empty, and this says so."""
     return [
-        ("", f"{result.path}: no score for {measure.title}, so its cell is empty.")
+        (
+            "",
+            f"{result.path}: no {measure.title} without {', '.join(missing_parts(result, measure))}: an empty cell.",
+        )
         for result in results
         for measure in measures
         if measure.benchmark == result.benchmark and measured(result, measure) is None
