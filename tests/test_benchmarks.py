@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -17,6 +18,7 @@ from envace.benchmarks.runs import chosen_parts, described_model, evaluate_bench
 from envace.benchmarks.served import listening
 from envace.benchmarks.setup import interpreter, set_up
 from envace.config import load_config
+from envace.interrupts import sigterm_interrupts
 from envace.types import UserError
 
 
@@ -156,6 +158,24 @@ def test_a_harness_that_fails_is_named_with_its_last_words(tmp_path):
         run_harness(["sh", "-c", "echo first; echo then last >&2; exit 3"], log, {}, tmp_path / "new")
     run_harness(["sh", "-c", "pwd; echo $WORD"], log, {"WORD": "given"}, tmp_path / "new")
     assert log.read_text().splitlines()[-2:] == [str(tmp_path / "new"), "given"]
+
+
+def test_a_harness_that_does_not_end_when_asked_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("envace.benchmarks.benchmark.STOP_SECONDS", 0.5)
+    deaf = tmp_path / "deaf"
+    shell = f"trap '' TERM; echo $$ > {deaf}.new; mv {deaf}.new {deaf}; while :; do sleep 0.1; done"
+
+    def interrupt():
+        while not deaf.exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with sigterm_interrupts(), pytest.raises(KeyboardInterrupt):
+        run_harness(["sh", "-c", shell], tmp_path / "log", {}, tmp_path)
+    thread.join()
+    assert not psutil.pid_exists(int(deaf.read_text()))
 
 
 def test_a_server_ends_with_its_block(tmp_path):

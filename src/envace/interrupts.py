@@ -1,6 +1,7 @@
-"""SIGTERM, by which `kill` and batch systems ask for an end, taken as Ctrl-C is."""
+"""SIGTERM, by which `kill` and batch systems ask for an end: taken as Ctrl-C is, and passed on."""
 
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,3 +18,13 @@ def sigterm_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def end(process: subprocess.Popen, patience: float) -> None:
+    """Ask a process to end; one that has not after `patience` seconds is killed. A harness waits for its requests."""
+    process.terminate()
+    try:
+        process.wait(patience)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

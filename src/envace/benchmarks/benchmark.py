@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from envace.interrupts import end
 from envace.settings import Config
 from envace.types import UserError
 
 # Of this process's environment a harness gets only what a program needs to run, and so no key that is not meant for it.
 PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR", "NO_PROXY", "no_proxy")
+STOP_SECONDS = 30.0  # until a process that was asked to end is killed
 LAST_LINES = 3  # of a harness's log that are shown when it fails
 
 
@@ -101,8 +103,7 @@ def run_harness(command: list[str], log: Path, more: Mapping[str, str], folder: 
         try:
             status = process.wait()
         except BaseException:
-            process.terminate()
-            process.wait()
+            end(process, STOP_SECONDS)
             raise
     if status:
         raise UserError(f"{Path(command[0]).name} ended with status {status}; {log} ends with: {ending(log)}")

@@ -14,13 +14,13 @@ from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from envace.benchmarks.benchmark import ending
+from envace.benchmarks.benchmark import STOP_SECONDS, ending
 from envace.config import save_config
+from envace.interrupts import end
 from envace.settings import Config
 from envace.types import UserError
 
 ADDRESS = re.compile(r"serving on (http://\S+)/v1")
-STOP_SECONDS = 30.0
 TICK_SECONDS = 0.1
 
 
@@ -75,12 +75,7 @@ def listening(command: list[str], log: Path) -> Iterator[str]:
     try:
         yield _address(process, log)
     finally:
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process, STOP_SECONDS)
 
 
 def _address(process: subprocess.Popen, log: Path) -> str:

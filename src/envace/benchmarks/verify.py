@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import shutil
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -65,7 +66,11 @@ class Check:
 
 
 def verify(benchmark: str, mode: str, parts: tuple[str, ...], tasks: int, home: Path, out: Path) -> list[Check]:
-    """Scores of `parts` with the scripted endpoint in the model's place. Raises UserError, ConfigError."""
+    """Scores of `parts` with the scripted endpoint in the model's place. Raises UserError, ConfigError.
+
+    Always anew: what an earlier verification left in `out` was made with a server that is gone.
+    """
+    shutil.rmtree(out / benchmark, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-u", "-m", "envace.benchmarks.replay", benchmark, "--mode"]
     with ExitStack() as servers:
