@@ -29,7 +29,7 @@ IN_PARALLEL := --numprocesses 2 --dist loadfile
 STAMP := .venv/installed-$(shell cat requirements.txt pyproject.toml | sha256sum | cut -c1-16)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo ablations dynamics tts test test-fast sft rl eval tables serve bench-verify doctor merge lint
+.PHONY: help setup demo ablations dynamics tts test test-fast sft rl eval tables serve bench bench-verify doctor merge lint
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +76,9 @@ bench-setup-%: $(STAMP)  ## put an official harness in .bench: bench-setup-bfcl,
 
 bench-verify: $(STAMP)  ## gold actions and doing nothing through an official harness (BENCH=bfcl ARGS="--tasks 5")
 	@$(VENV) -m envace.benchmarks.verify $(BENCH) $(ARGS)
+
+bench: $(STAMP)  ## this code against TRL and against the plain way (make bench-setup-trl first; ARGS="step kv")
+	@$(VENV) -m bench $(ARGS)
 
 doctor: $(STAMP)  ## check machine, config, model and memory before a long run (CONFIG=... ARGS="...")
 	@$(VENV) -m envace.doctor --config $(CONFIG) $(ARGS)

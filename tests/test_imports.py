@@ -16,7 +16,7 @@ PURE = {"advantages", "losses", "batching", "checklist", "rewards", "metrics"}
 LAYERS = [
     BASE,
     {"prompts"} | PURE,
-    {"chat", "schemas", "filters", "claims", "environments", "scoring", "checkpoints", "memory"}
+    {"chat", "schemas", "filters", "claims", "environments", "scoring", "kv_cache", "checkpoints", "memory"}
     | {"outage", "endpoints", "interrupts", "keys"},
     {"episodes", "demonstrations"},
     {"rehearsal", "gate", "generation", "demo", "cm2"},

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation import StoppingCriteriaList
 
+from envace.kv_cache import roomy_cache
 from envace.scoring import CACHE
 from envace.settings import SamplingConfig
 from envace.types import Completion, Evidence, Request, Role, Segment, Sequence
@@ -95,7 +96,7 @@ class _CachedBatch:
         self.synced = synced
         self.ids = torch.zeros((1, 0), dtype=torch.long, device=model.device)
         self.mask = torch.zeros_like(self.ids)
-        self.cache = DynamicCache(config=model.config)
+        self.cache = roomy_cache(model.config)
         self.fed = [0] * len(rows)
         if synced:
             self._select([0] * len(rows))

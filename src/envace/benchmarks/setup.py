@@ -78,6 +78,15 @@ HARNESSES = {
     ),
     # The script that scores needs nothing but Python.
     "finmcp": Harness(python=("3.11", "3.12", "3.10"), alone=(), packages=()),
+    # No harness, but what bench/ compares a step with, on the same versions of what both are built on.
+    "trl": Harness(
+        python=("3.11", "3.12"),
+        alone=(),
+        packages=(
+            *("trl==1.16.0", "torch==2.13.0", "transformers==5.24.0", "accelerate==1.15.0", "datasets==5.2.0"),
+            "jinja2",
+        ),
+    ),
 }
 # Where the harnesses are that the package index does not have.
 CHECKOUTS = {
