@@ -14,11 +14,14 @@ from openai_server import OpenAIServer, Reply
 
 from envace.benchmarks import runs
 from envace.benchmarks.benchmark import Outcome, Part, environment, run_harness
-from envace.benchmarks.runs import chosen_parts, described_model, evaluate_benchmark, over_trials
+from envace.benchmarks.bfcl import BFCL
+from envace.benchmarks.runs import alone_in, chosen_parts, described_model, evaluate_benchmark, over_trials
 from envace.benchmarks.served import listening
 from envace.benchmarks.setup import interpreter, set_up
-from envace.config import load_config
+from envace.benchmarks.verify import check
+from envace.config import ConfigError, load_config
 from envace.interrupts import sigterm_interrupts
+from envace.records import write_record
 from envace.types import UserError
 
 
@@ -158,6 +161,45 @@ def test_a_harness_that_fails_is_named_with_its_last_words(tmp_path):
         run_harness(["sh", "-c", "echo first; echo then last >&2; exit 3"], log, {}, tmp_path / "new")
     run_harness(["sh", "-c", "pwd; echo $WORD"], log, {"WORD": "given"}, tmp_path / "new")
     assert log.read_text().splitlines()[-2:] == [str(tmp_path / "new"), "given"]
+
+
+def test_weights_that_were_trained_on_in_place_are_another_model(tmp_path, asks):
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"before")
+    run = f"run_dir={tmp_path / 'run'}"
+    config = load_config(None, ["benchmark=bfcl", f"model.path={weights.parent}", "bench.trials=1", run])
+    folder = tmp_path / "run" / "bfcl" / "trial0"
+    folder.mkdir(parents=True)
+    with pytest.MonkeyPatch.context() as patch:  # all but the weights is as it was
+        patch.setattr(runs, "is_done", lambda record, settings: write_record(record, settings) or True)
+        evaluate_benchmark(config)
+    weights.write_bytes(b"after")
+    with pytest.raises(UserError, match="trial.json was made with trial weights="):
+        evaluate_benchmark(config)
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
+    with alone_in(tmp_path), pytest.raises(UserError, match="another run is at work there"), alone_in(tmp_path):
+        pass
+    with alone_in(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(("tasks", "ran", "holds"), [(0, 50, True), (0, 49, False), (5, 5, True), (5, 0, False)])
+def test_a_verification_that_lost_tasks_does_not_hold(tasks, ran, holds):
+    part = {"tasks": ran, "score": 100.0 if ran else None, "null": 46.0, "faults": 0}
+    assert check("tau2", "oracle", "airline", part, tasks).holds is holds
+
+
+def test_parts_that_are_named_twice_run_once():
+    assert chosen_parts(BFCL(), ["irrelevance", "multiple", "irrelevance"]) == ("irrelevance", "multiple")
+
+
+@pytest.mark.parametrize("url", ["http://h/v1/", "http://h/v1#x", "http://h/v1/chat/completions", "ftp://h/v1"])
+def test_the_address_of_a_partner_ends_where_paths_begin(url):
+    with pytest.raises(ConfigError, match="bench.judge.url.*must be like"):
+        load_config(None, ["model.path=m", f"bench.judge.url={url}", "bench.judge.model=j"])
 
 
 def test_a_harness_that_does_not_end_when_asked_is_killed(tmp_path, monkeypatch):

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from envace import tables as entry
+from envace.benchmarks import finmcp
 from envace.benchmarks.bfcl import AGENTIC, BFCL, MULTI_TURN
+from envace.benchmarks.sizes import TASKS
 from envace.report.paper_figures import budget, dynamics, scaling, variants
 from envace.report.published import NO_REHEARSAL, TABLE_1, TABLE_2, TABLE_3
 from envace.report.render import Cell, Table, latex, markdown, printable
-from envace.report.results import TAU2, mean_of, measured, read_results
+from envace.report.results import FINMCP, TAU2, VITA, mean_of, measured, read_results
 from envace.report.tables import PARTIAL, own_runs, shown, table_1, table_2, table_3
 from envace.tables import names_of, write
 from envace.types import UserError
@@ -35,7 +37,7 @@ def tau2_trial(macro, **changed):
 
 
 def bfcl_trial(overall, multi_turn, missing=()):
-    parts = {name: part(50.0, 200) for name in BFCL.parts if name not in missing}
+    parts = {name: part(50.0, TASKS["bfcl"].get(name, 200)) for name in BFCL.parts if name not in missing}
     return trial({"overall": overall, "multi_turn": multi_turn}, parts, missing)
 
 
@@ -83,7 +85,7 @@ def test_golden_table_1(tmp_path):
     assert cells(table, "EnvACE-8B") == {
         "model": "EnvACE-8B",
         "BFCL-v4, paper": "46.04",
-        "BFCL-v4, ours": "46.50 [40.15, 52.85], 2 × 4200",
+        "BFCL-v4, ours": "46.50 [40.15, 52.85], 2 × 5425",
         "τ²-bench, paper": "36.7 d",
         "τ²-bench, ours": "35.0 [-28.5, 98.5], 2 × 278",
         "VitaBench, paper": "16.0",
@@ -155,7 +157,7 @@ def test_bfcl_without_its_agentic_parts_is_partial_but_its_multi_turn_is_whole(t
     run = put(tmp_path / "a", "bfcl", [bfcl_trial(40.0, 41.0, missing=AGENTIC)])
     put(run, "tau2", [tau2_trial(30.0)])
     results = read_results([run], {})
-    assert cells(table_1(results), "EnvACE-8B")["BFCL-v4, ours"] == "40.00 [-], 1 × 3200 †"
+    assert cells(table_1(results), "EnvACE-8B")["BFCL-v4, ours"] == "40.00 [-], 1 × 4425 †"
     assert (PARTIAL, f"BFCL-v4 without {', '.join(AGENTIC)}: EnvACE-8B.") in table_1(results).notes
     row = cells(table_3(results), "EnvACE-8B", "none", "0")
     assert row["BFCL multi-turn, ours"] == f"41.0 [-], 1 × {200 * len(MULTI_TURN)}"
@@ -291,13 +293,39 @@ def test_a_run_without_results_and_a_name_without_a_run_are_refused(tmp_path):
 HOSTILE = "a|b `rm` <script>alert(1)</script> \\input{x} 50%_&#$~^\n| c\x1b[2J \u202egpj"
 
 
+@pytest.mark.parametrize(
+    ("measure", "parts", "flaw"),
+    [
+        (TAU2, {"airline": part(1.0, 50), "retail": part(1.0, 113), "telecom": part(1.0, 114)}, "277 of 278 tasks"),
+        (FINMCP["micro"]["tf1"], {name: part(1.0, 2) for name in finmcp.PARTS}, "6 of 613 tasks"),
+        (
+            VITA,
+            vita_trial(1.0)["parts"] | {"ota": part(1.0, 100) | {"details": {"failed": ["7"]}}},
+            "1 tasks ended",
+        ),
+    ],
+)
+def test_fewer_tasks_than_there_are_and_tasks_that_raised_are_said(tmp_path, measure, parts, flaw):
+    run = put(tmp_path / "a", measure.benchmark, [trial({measure.score: 1.0}, parts)])
+    [result] = read_results([run], {})
+    [found] = measured(result, measure).flaws
+    assert found.startswith(flaw)
+
+
+@pytest.mark.parametrize("score", [float("nan"), "1", None])
+def test_a_score_that_is_no_number_is_no_result(tmp_path, score):
+    run = put(tmp_path / "a", "tau2", [trial({"macro": score}, tau2_trial(1.0)["parts"])])
+    with pytest.raises(UserError, match="results.json is no result of a benchmark .a score is no number"):
+        read_results([run], {})
+
+
 def test_a_hostile_name_stays_in_its_cell():
     table = Table("Table 9", "caption", ["model", "x"], [[Cell(HOSTILE), Cell("1", PARTIAL)]])
     heading, _, head, rule, row, *_ = markdown(table).splitlines()
     assert row.startswith(r"| a\|b \`rm\` \<script\>alert(1)\</script\> \\input\{x\} 50%\_\&\#\$\~^ \| c")
     assert len(re.findall(r"(?<!\\)\|", row)) == len(re.findall(r"(?<!\\)\|", head)) == 3
     assert "<script>" not in markdown(table) and not {"\x1b", "\u202e"} & set(markdown(table))
-    [line] = [line for line in latex(table).splitlines() if line.startswith("a|b")]
+    [line] = [line for line in latex(table).splitlines() if line.startswith(r"a\textbar{}b")]
     assert r"\textbackslash{}input\{x\} 50\%\_\&\#\$\textasciitilde{}\textasciicircum{}" in line
     assert len(re.findall(r"(?<!\\)&", line)) == 1 and line.endswith(r"1\textsuperscript{$\dagger$} \\")
     assert printable("a\tb\n c\x00") == "a b c�"

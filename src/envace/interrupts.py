@@ -28,3 +28,7 @@ def end(process: subprocess.Popen, patience: float) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+    except BaseException:  # a second Ctrl-C has no patience
+        process.kill()
+        process.wait()
+        raise

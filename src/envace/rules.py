@@ -38,6 +38,11 @@ def is_plain_url(url: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.hostname) and "@" not in parts.netloc and not parts.query
 
 
+def is_base_url(url: str) -> bool:
+    """Whether paths such as /chat/completions can be put behind it."""
+    return is_plain_url(url) and not url.endswith(("/", "/chat/completions")) and not urlsplit(url).fragment
+
+
 def is_variable(name: str) -> bool:
     """Whether it is the name of an environment variable, or empty."""
     return not name or name.isidentifier() and name.isupper()
@@ -101,7 +106,7 @@ RULES: list[Rule] = [  # key, what its value must satisfy, what to change
         (f"bench.{partner}.{name}", holds, advice)
         for partner in ("user", "judge")
         for name, holds, advice in [
-            ("url", lambda u: not u or is_plain_url(u), "must be like http://host:8000/v1, without user or key"),
+            ("url", lambda u: not u or is_base_url(u), "must be like http://host:8000/v1, without user, key or more"),
             ("key_env", is_variable, "NAMES a variable: capitals, digits, _"),
             ("temperature", lambda t: t >= 0, "must be >= 0; 0 is greedy"),
         ]

@@ -9,10 +9,12 @@ goes on with the tasks that its harness has not recorded.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from envace.interrupts import sigterm_interrupts
 from envace.metrics import pass_hat_k, t_interval
 from envace.records import is_done, read_record, write_record
 from envace.settings import Config
-from envace.types import UserError
+from envace.types import UserError, content_hash
 
 logger = logging.getLogger("envace")
 
@@ -43,17 +45,19 @@ def evaluate_benchmark(config: Config) -> dict[str, Any]:
     benchmark = BENCHMARKS[config.benchmark]
     parts = chosen_parts(benchmark, config.bench.parts)
     harness = {"name": benchmark.name, "version": benchmark.version(Path(config.bench.home))}
+    model = described_model(config)  # before the trials: these weights are what they are made with
     root = Path(config.run_dir) / benchmark.name
+    root.mkdir(parents=True, exist_ok=True)
     try:
-        with sigterm_interrupts():
-            trials = [run_trial(benchmark, config, parts, root, k) for k in range(config.bench.trials)]
+        with alone_in(root), sigterm_interrupts():
+            trials = [run_trial(benchmark, config, parts, model, root, k) for k in range(config.bench.trials)]
     except KeyboardInterrupt:
         raise UserError("interrupted: the same command goes on where it was") from None
     results = {
         "benchmark": benchmark.name,
         "harness": harness,
         "versions": versions(),
-        "model": described_model(config),
+        "model": model,
         "rehearsal": asdict(config.rehearsal),
         "sampling": asdict(config.eval.sampling),
         "user": described_partner(config.bench.user.url, config.bench.user.model),
@@ -71,16 +75,33 @@ def evaluate_benchmark(config: Config) -> dict[str, Any]:
 def chosen_parts(benchmark: Benchmark, wanted: Iterable[str]) -> tuple[str, ...]:
     if unknown := [part for part in wanted if part not in benchmark.parts]:
         raise UserError(f"bench.parts: {benchmark.name} has no {unknown[0]!r}; it has {', '.join(benchmark.parts)}")
-    return tuple(wanted) or benchmark.default_parts
+    return tuple(dict.fromkeys(wanted)) or benchmark.default_parts
 
 
-def run_trial(benchmark: Benchmark, config: Config, parts: tuple[str, ...], root: Path, number: int) -> dict[str, Any]:
-    """One trial's record. Trial k is sampled with seed + k, so that trials differ and each can be made again."""
+@contextmanager
+def alone_in(root: Path) -> Iterator[None]:
+    """Two runs that write into the same folder would mix what they write. Raises UserError if there is another one."""
+    with (root / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{root}: another run is at work there; wait for it, or set another run_dir") from None
+        yield
+
+
+def run_trial(
+    benchmark: Benchmark, config: Config, parts: tuple[str, ...], model: dict[str, Any], root: Path, number: int
+) -> dict[str, Any]:
+    """One trial's record. Trial k is sampled with seed + k, so that trials differ and each can be made again.
+
+    model: see `described_model`; one that was retrained in place is another one.
+    """
     config = replace(config, seed=config.seed + number)
     folder = root / f"trial{number}"
     record = folder / "trial.json"
     settings = {key: value for key, value in settings_of(config).items() if key not in UNCOMPARED}
-    settings = {"trial": settings | {"bench.parts": list(parts), "harness": benchmark.version(Path(config.bench.home))}}
+    harness = benchmark.version(Path(config.bench.home))
+    settings = {"trial": settings | {"bench.parts": list(parts), "harness": harness, "weights": content_hash(model)}}
     if is_done(record, settings):
         logger.info("trial %d: done before", number)
         return read_record(record)

@@ -138,7 +138,7 @@ def set_up(name: str, home: Path, source: Path | None = None) -> None:
     folder = home / name
     wanted = hashlib.sha256(f"{harness!r}{checkout or ''}".encode()).hexdigest()
     stamp = folder / STAMP
-    if stamp.exists() and json.loads(stamp.read_text(encoding="utf-8"))["sha256"] == wanted:
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == json.dumps({"sha256": wanted}):
         logger.info("%s is set up in %s", name, folder)
         return
     if source:

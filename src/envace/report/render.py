@@ -10,6 +10,8 @@ LATEX_SPECIAL = {
     "\\": "\\textbackslash{}",
     "~": "\\textasciitilde{}",
     "^": "\\textasciicircum{}",
+    **{"<": "\\textless{}", ">": "\\textgreater{}", "|": "\\textbar{}"},
+    **{"[": "{[}", "*": "{*}"},  # behind \\\\ they would be its arguments
     "†": "$\\dagger$",
     "τ": "$\\tau$",
     "²": "$^2$",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 from envace.benchmarks import finmcp, vita
 from envace.benchmarks.bfcl import AGENTIC, IRRELEVANCE, LIVE, MULTI_TURN, NON_LIVE, NULL_OVERALL
+from envace.benchmarks.sizes import FINMCP_TASKS, TASKS, known_tasks
 from envace.benchmarks.tau2 import NULL_RIGHT
 from envace.metrics import t_interval
 from envace.report.published import NO_REHEARSAL, Rehearsal
@@ -117,8 +119,13 @@ def read_result(path: Path, name: str | None) -> Result:
         record = json.loads(path.read_text(encoding="utf-8"))
         own, folder = record["model"]["name"], Path(record["model"].get("path", ""))
         rehearsal = rehearsal_of(record["rehearsal"])
-        trials = [(trial["parts"], trial["overall"], trial["missing"]) for trial in record["trials"]]
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        trials = [checked_trial(trial) for trial in record["trials"]]
+        _ = record["tasks_per_part"], record["harness"]["version"], record["judge"]
+        if record["benchmark"] != path.parent.name:
+            raise ValueError(f"it is of {record['benchmark']}")
+        if not isinstance(own, str):
+            raise ValueError("its model has no name")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is no result of a benchmark ({error}): make it again with evaluate.py") from None
     if not trials:
         raise UserError(f"{path} has no trials: make it again with bench.trials >= 1")
@@ -128,6 +135,17 @@ def read_result(path: Path, name: str | None) -> Result:
         row = f"{series}, step {int(match[1])}"
         return Result(path, record["benchmark"], row, series, int(match[1]), rehearsal, record)
     return Result(path, record["benchmark"], name or own, name or own, None, rehearsal, record)
+
+
+def checked_trial(trial: dict[str, Any]) -> dict[str, Any]:
+    """Raises what `read_result` makes one line of if it lacks something, or if a score is no finite number."""
+    _ = trial["missing"]
+    parts = list(trial["parts"].values())
+    _ = [(part["tasks"], part["faults"], part["details"]) for part in parts]
+    scores = [*trial["overall"].values(), *(part["score"] for part in parts if part["score"] is not None)]
+    if not all(isinstance(score, int | float) and math.isfinite(score) for score in scores):
+        raise ValueError("a score is no number")
+    return trial
 
 
 def rehearsal_of(settings: dict[str, Any]) -> Rehearsal:
@@ -162,10 +180,28 @@ def flaws(result: Result, measure: Measure, scored: int) -> Iterable[str]:
     if missing := missing_parts(result, measure):
         is_named = len(missing) <= MANY
         yield f"without {', '.join(missing) if is_named else f'{len(missing)} of {len(measure.parts)} parts'}"
+    elif limit == "all" and (few := tasks_seen(result, measure)) < (whole := tasks_there_are(measure)):
+        yield f"{few} of {whole} tasks"
+    if failed := sum(len(part["details"].get("failed", ())) for t in trials for part in parts_of(t, measure).values()):
+        yield f"{failed} tasks ended with an error and count as 0"
     if faults := sum(part["faults"] for trial in trials for part in parts_of(trial, measure).values()):
         yield f"{faults} tasks ended by faults of the infrastructure"
     if scored < len(trials):
         yield f"{scored} of {len(trials)} trials"
+
+
+def tasks_there_are(measure: Measure) -> int:
+    """In the parts whose number of tasks is known."""
+    return FINMCP_TASKS if measure.benchmark == "finmcp" else known_tasks(measure.benchmark, measure.parts)
+
+
+def tasks_seen(result: Result, measure: Measure) -> int:
+    """Of those, in the trial that has fewest; tasks that ended by a fault are another flaw."""
+    is_known = TASKS.get(measure.benchmark, dict.fromkeys(measure.parts)).keys()
+    return min(
+        sum(part["tasks"] + part["faults"] for name, part in parts_of(trial, measure).items() if name in is_known)
+        for trial in result.record["trials"]
+    )
 
 
 def missing_parts(result: Result, measure: Measure) -> list[str]:
