@@ -1,6 +1,8 @@
 """BFCL: what is read from the official harness, and its scores of gold actions and of doing nothing, end to end."""
 
 import json
+import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,9 @@ from envace.benchmarks.benchmark import Trial
 from envace.benchmarks.bfcl import (
     AGENTIC,
     BFCL,
+    IRRELEVANCE,
     MODEL,
+    drop_unfinished,
     group,
     is_fault,
     read_overall,
@@ -32,6 +36,57 @@ BUSY = "Error during inference: Error code: 429 - {'error': {}}"
 BROKEN = "Error during inference: Error code: 502 - {'error': {}}"
 UNREACHED = "Error during inference: Connection error."
 
+# What `bfcl generate` and `bfcl evaluate` do, as far as the adapter sees it. `plan` says what becomes of each part.
+HARNESS = """#!{python}
+import json, os, sys
+from pathlib import Path
+options = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+plan = json.load(open(Path(sys.argv[0]).with_name("plan.json")))
+here = Path(os.environ["BFCL_PROJECT_ROOT"])
+for part in options["--test-category"].split(","):
+    group = "live" if part.startswith("live") else "non_live"
+    path = here / "result" / options["--model"].replace("/", "_") / group / f"BFCL_v4_{{part}}_result.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if sys.argv[1] == "generate":
+        left = [entry for entry in plan[part] if entry["id"] not in [one["id"] for one in done]]
+        path.open("a").write("".join(json.dumps(entry) + chr(10) for entry in left))
+        continue
+    right = sum(isinstance(entry["result"], str) for entry in done)
+    head = dict(accuracy=right / len(done), correct_count=right, total_count=len(done))
+    score = here / "score" / path.relative_to(here / "result").with_name(f"BFCL_v4_{{part}}_score.json")
+    score.parent.mkdir(parents=True, exist_ok=True)
+    score.write_text(json.dumps(head))
+    titles = "Overall Acc,Multi Turn Acc,Live Acc,Non-Live AST Acc"
+    (here / "score" / "data_overall.csv").write_text(titles + chr(10) + "10.00%,0.00%,0.00%,0.00%")
+"""
+
+
+@pytest.fixture
+def irrelevance(tmp_path):
+    """A function that runs both parts of irrelevance with these results, with a stand-in for the harness."""
+    program = tmp_path / "bench" / "bfcl" / "bin" / "bfcl"
+    program.parent.mkdir(parents=True)
+    program.write_text(HARNESS.format(python=sys.executable))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "trial0").mkdir()
+    config = load_config(None, ["model.path=", f"bench.home={tmp_path / 'bench'}", "bench.retries=0"])
+    trial = Trial(tmp_path / "trial0", "http://127.0.0.1:9/v1", MODEL, 0, config)
+
+    def run(non_live, live):
+        given = dict(zip(IRRELEVANCE, (non_live, live), strict=True))
+        plan = {part: [entry(f"{part}_{k}", r) for k, r in enumerate(results)] for part, results in given.items()}
+        program.with_name("plan.json").write_text(json.dumps(plan))
+        return BFCL().run(trial, IRRELEVANCE)
+
+    return run
+
+
+def entry(key, result):
+    """A task as a result file has it; with errors the harness writes its traceback."""
+    is_error = isinstance(result, str) and result.startswith("Error during inference:")
+    return {"id": key, "result": result} | ({"traceback": "Traceback ..."} if is_error else {})
+
 
 def tool(name, *parameters):
     properties = {parameter: {"type": "string"} for parameter in parameters}
@@ -42,14 +97,16 @@ def tool(name, *parameters):
 class TestFaults:
     @pytest.mark.parametrize(("result", "fault"), [(REFUSED, False), (BUSY, True), (BROKEN, True), (UNREACHED, True)])
     def test_only_the_infrastructure_is_at_fault(self, result, fault):
-        assert is_fault(result) is fault
+        assert is_fault(entry(0, result)) is fault
 
     def test_an_answer_is_no_fault_whatever_it_says(self):
-        assert not is_fault([[UNREACHED]]) and not is_fault("I got an " + UNREACHED)
+        assert not is_fault(entry(0, [[UNREACHED]])) and not is_fault(entry(0, "I got an " + UNREACHED))
+        # A model that says the harness's words does not leave the count: the harness adds its traceback.
+        assert not is_fault({"id": 0, "result": UNREACHED, "latency": 1.0})
 
     def test_faults_leave_the_file_and_are_counted(self, tmp_path):
         path = tmp_path / "r.json"
-        results = [{"id": k, "result": r} for k, r in enumerate(["answer", UNREACHED, REFUSED, BROKEN])]
+        results = [entry(k, r) for k, r in enumerate(["answer", UNREACHED, REFUSED, BROKEN])]
         path.write_text("".join(json.dumps(result) + "\n" for result in results))
         assert take_faults(path) == 2
         assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == [0, 2]
@@ -57,8 +114,51 @@ class TestFaults:
 
     def test_where_nothing_else_is_left_no_file_is(self, tmp_path):
         path = tmp_path / "r.json"
-        path.write_text(json.dumps({"id": 0, "result": BROKEN}) + "\n")
+        path.write_text(json.dumps(entry(0, BROKEN)) + "\n")
         assert take_faults(path) == 1 and not path.exists() and take_faults(path) == 0
+
+    def test_a_line_that_was_cut_off_is_run_again(self, tmp_path, caplog, irrelevance):
+        path = result_file(tmp_path / "trial0", "irrelevance")
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(entry("irrelevance_0", "before")) + '\n{"id": "irrelevance_1", "res')
+        assert irrelevance(["new", "new"], ["new"]).parts["irrelevance"].details == {"right": 2, "refused": 0}
+        assert [json.loads(line)["result"] for line in path.read_text().splitlines()] == ["before", "new"]
+        assert f"{path}: the last line is not whole" in caplog.text
+        before = path.read_text()
+        drop_unfinished(path)
+        assert path.read_text() == before
+
+
+class TestRefusals:
+    def test_a_refused_task_of_irrelevance_is_wrong(self, irrelevance):
+        outcome = irrelevance(["no", "no", REFUSED, [{"f": "{}"}]], ["no", REFUSED])
+        first, second = (outcome.parts[part] for part in IRRELEVANCE)
+        assert (first.score, first.tasks, first.details) == (50.0, 4, {"right": 2, "refused": 1})
+        assert (second.score, second.tasks, second.details) == (50.0, 2, {"right": 1, "refused": 1})
+        # Each part is 5 % of the overall score, in which the harness has them as right.
+        assert outcome.overall["overall"] == pytest.approx(10 - 0.05 * 25 - 0.05 * 50)
+
+    def test_a_server_that_refuses_every_request_is_an_error_and_is_asked_again(self, irrelevance):
+        said = (
+            r"every request of irrelevance, live_irrelevance was refused \(irrelevance: Error code: 400.*context_length"
+        )
+        with pytest.raises(UserError, match=said):
+            irrelevance([REFUSED, REFUSED], [REFUSED])
+        assert irrelevance(["no", "no"], ["no"]).parts["irrelevance"].score == 100.0
+
+    def test_faults_beside_refusals_are_still_faults(self, irrelevance):
+        part = irrelevance(["no", REFUSED, BROKEN], ["no"]).parts["irrelevance"]
+        assert (part.score, part.tasks, part.faults) == (50.0, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("part", "needs"),
+    [("web_search_base", "a web search account"), ("web_search_no_snippet", "account"), ("memory_vector", "packages")],
+)
+def test_parts_that_cannot_be_run_are_refused(tmp_path, part, needs):
+    trial = Trial(tmp_path, "", MODEL, 0, load_config(None, ["model.path="]))
+    with pytest.raises(UserError, match=f"bench.parts: {part} needs .*{needs}.* leave it out"):
+        BFCL().run(trial, ("simple_python", part))
 
 
 class TestScores:
@@ -68,18 +168,19 @@ class TestScores:
         score = tmp_path / "score" / MODEL.replace("/", "_") / "multi_turn" / "BFCL_v4_multi_turn_base_score.json"
         score.parent.mkdir(parents=True)
         score.write_text('{"accuracy": 0.125, "correct_count": 1, "total_count": 8}\n{"id": "x"}\n')
-        part = read_part(tmp_path, "multi_turn_base", 2)
-        assert (part.score, part.tasks, part.faults, part.null, part.details) == (12.5, 8, 2, 0.0, {"right": 1})
+        part = read_part(tmp_path, "multi_turn_base", 2, 3)
+        assert (part.score, part.tasks, part.faults, part.null) == (12.5, 8, 2, 0.0)
+        assert part.details == {"right": 1, "refused": 3}
 
     def test_without_a_score_it_is_unknown_not_zero(self, tmp_path):
-        part = read_part(tmp_path, "irrelevance", 3)
+        part = read_part(tmp_path, "irrelevance", 3, 0)
         assert (part.score, part.tasks, part.faults, part.null) == (None, 0, 3, 100.0)
 
     def test_the_aggregates_are_the_harness_s(self, tmp_path):
         (tmp_path / "data_overall.csv").write_text(
             "Rank,Overall Acc,Model,Multi Turn Acc,Live Acc,Non-Live AST Acc\n1,7.50%,x,25.00%,0.00%,N/A\n"
         )
-        assert read_overall(tmp_path) == {"overall": 7.5, "multi_turn": 25.0, "live": 0.0}
+        assert read_overall(tmp_path, {}) == {"overall": 7.5, "multi_turn": 25.0, "live": 0.0}
 
     def test_groups(self):
         assert [group(p) for p in ("memory_kv", "web_search_base", "live_simple", "irrelevance", "live_relevance")] == [

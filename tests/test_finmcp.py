@@ -1,7 +1,11 @@
 """FinMCP-Bench's adapter: the dialogue that is held, what is scored, and what is not quietly left out."""
 
 import json
+import os
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -200,6 +204,98 @@ def test_a_line_that_was_cut_off_is_asked_for_again(trial, model):
     assert len(requests) == 1
     [line] = (given.folder / "answers.jsonl").read_text().splitlines()
     assert json.loads(line)["id"] == "1"
+
+
+def test_a_bad_line_among_the_answers_is_named(trial, model):
+    model(silent)
+    given = trial(SAMPLES[:1])
+    path = given.folder / "answers.jsonl"
+    good = '{"id": "7", "messages": []}'
+    for bad in ("{not json", "[]", '{"id": "1"}', "[" * 100_000):
+        path.write_text(f"{good}\n{bad}\n{good}\n")
+        with pytest.raises(UserError, match=r"answers.jsonl, line 2 is no answer: remove that line"):
+            FinMCP().run(given, ("single_step",))
+
+
+def test_an_interrupt_ends_dialogues_and_keeps_what_is_done(trial, model, monkeypatch):
+    requests = model(silent)
+    answered, release = finmcp.complete, threading.Event()
+    given = trial([sample(1, "single step", SINGLE), sample(2, "single step", [user("slow?")])], "bench.concurrency=2")
+    answers, slow = given.folder / "answers.jsonl", []
+
+    def complete(url, body):
+        if body["messages"][0] == user("news?"):
+            slow.append(body)
+            deadline = time.monotonic() + 20
+            while not (answers.exists() and answers.read_text()) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+            release.wait(5)
+            message = {"content": "", "tool_calls": [call("News", "n1", word="a")]}
+            return json.dumps({"choices": [{"message": message}]}).encode()
+        return answered(url, body)
+
+    monkeypatch.setattr(finmcp, "complete", complete)
+    begun = {thread for thread in threading.enumerate()}
+    with pytest.raises(KeyboardInterrupt):
+        FinMCP().run(given, ("single_step",))
+    assert not release.is_set() and any(t not in begun for t in threading.enumerate())  # it has not waited
+    release.set()
+    for thread in set(threading.enumerate()) - begun:
+        thread.join(20)
+    assert len(slow) == 1 and len(requests) == 1  # the dialogue did not go on
+    assert [json.loads(line)["id"] for line in answers.read_text().splitlines()] == ["2"]
+
+
+def raw(monkeypatch, *messages):
+    """Put these messages, whatever they are, in the place of the model's; the last one is repeated."""
+    requests = []
+
+    def complete(url, body):
+        requests.append(body)
+        return json.dumps({"choices": [{"message": messages[min(len(requests), len(messages)) - 1]}]}).encode()
+
+    monkeypatch.setattr(finmcp, "complete", complete)
+    return requests
+
+
+@pytest.mark.parametrize("arguments", ['{"word": ' + "[" * 100_000, "{not json", '{"word": "a"} more', "[]", ""])
+def test_arguments_that_cannot_be_read_are_the_models_own_failure(trial, monkeypatch, arguments):
+    odd = call("News", "n1") | {"function": {"name": "News", "arguments": arguments}}
+    requests = raw(monkeypatch, {"content": None, "tool_calls": [odd]}, {"content": "done"})
+    part = FinMCP().run(trial(SAMPLES[:1]), ("single_step",)).parts["single_step"]
+    assert part.details["refused"] == 0 and part.score == 100.0  # names alone count
+    assert requests[-1]["messages"][-1]["content"] == FAILED_CALL
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"tool_calls": [{"type": "function", "function": {"name": "News", "arguments": "{}"}}]},
+        {"tool_calls": [{"id": "n1", "function": {"name": "News", "arguments": {"word": "a"}}}]},
+        {"tool_calls": [{"id": "n1", "function": {"arguments": "{}"}}]},
+        {"tool_calls": [{"id": "n1", "function": None}]},
+        {"tool_calls": ["News"]},
+        {"tool_calls": {"News": {}}},
+        {"content": [{"type": "text"}]},
+        "done",
+        None,
+    ],
+)
+def test_what_no_server_says_is_no_answer(trial, monkeypatch, message):
+    requests = raw(monkeypatch, message)
+    with pytest.raises(UserError, match="1 of 1 samples of FinMCP-Bench were not answered .*no chat completion"):
+        FinMCP().run(trial(SAMPLES[:1]), ("single_step",))
+    assert len(requests) == 2  # bench.retries=1
+
+
+def test_records_with_odd_calls_are_read(trial, model):
+    model(silent)
+    odd = {"type": "function", "function": {"name": "News", "arguments": {"word": "a"}}}
+    FinMCP().run(trial([sample(1, "single step", [user("news?"), calling(odd), said("none")])]), ("single_step",))
+    assert shown_tools([sample(1, "single step", [calling(odd)])])[0]["function"]["parameters"]["properties"] == {
+        "word": {"type": "string"}
+    }
 
 
 def test_a_sample_that_the_official_script_drops_is_an_error(trial, model):

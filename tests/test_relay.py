@@ -1,5 +1,6 @@
 """The relay between a harness and a model: what gets through, what stays behind, and what counts as no answer."""
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -79,6 +80,52 @@ def test_a_server_that_is_gone_is_no_answer():
         assert post(relay.url, BODY)[0] == 500 and relay.unanswered == 1
     with pytest.raises(Unanswered):
         complete(url, BODY)
+
+
+@pytest.mark.parametrize("body", ["{}", '{"choices": []}', '{"choices": [{"message": null}]}', "[" * 100_000, "no"])
+def test_a_reply_without_a_message_is_no_answer(body):
+    with OpenAIServer(in_order(Reply(body=body))) as server, relaying(server.url, "real") as relay:
+        status, said = post(relay.url, BODY)
+        assert (status, relay.unanswered) == (500, 1) and "no chat completion" in said["error"]
+
+
+def test_a_refusal_can_count_as_no_answer():
+    with OpenAIServer(in_order(error(413, "too long"))) as server:
+        with relaying(server.url, "real", takes_refusals=False) as relay:
+            assert post(relay.url, BODY)[0] == 413 and relay.unanswered == 1 and "too long" in relay.last
+
+
+def test_a_redirect_is_not_followed_and_the_key_stays():
+    with OpenAIServer(in_order(Reply("yes"))) as other:
+        away = error(302, "moved", headers={"Location": f"{other.url}/models"})
+        with OpenAIServer(in_order(away)) as server, pytest.raises(Unanswered, match="HTTP 302"):
+            complete(server.url, BODY, "the-key")
+        assert other.log == []
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        ({"Transfer-Encoding": "chunked"}, None),
+        ({"Content-Length": "-1"}, None),
+        ({}, b"{not json"),
+        ({}, b"[" * 100_000),
+        ({}, b"\xff"),
+        ({}, b'{"model": "m"}'),
+        ({}, b'{"messages": ["hi"]}'),
+        ({}, b"[]"),
+    ],
+)
+def test_what_is_no_request_is_refused(headers, body, capfd):
+    with OpenAIServer(in_order(Reply("yes"))) as server, relaying(server.url, "real") as relay:
+        host, _, path = relay.url.removeprefix("http://").partition("/")
+        connection = http.client.HTTPConnection(host, timeout=30)
+        connection.request("POST", f"/{path}", body, {"Content-Type": "application/json", **headers})
+        answer = connection.getresponse()
+        assert answer.status == 400 and json.loads(answer.read())["error"]
+        connection.close()
+        assert (server.log, relay.unanswered) == ([], 0)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_who_does_not_know_the_address_gets_nothing():

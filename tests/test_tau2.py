@@ -97,6 +97,12 @@ class TestEnds:
         assert settle(path) == 1 and json.loads(path.read_text()) == found
         assert settle(tmp_path / "nothing.json") == 0
 
+    def test_results_that_were_cut_off_are_one_clear_line(self, tmp_path):
+        path = write(tmp_path / "results.json", ended("0", reward=1.0))
+        path.write_text(path.read_text()[:-9])
+        with pytest.raises(UserError, match=r"results.json is not whole, .*move it away"):
+            settle(path)
+
 
 class TestScores:
     def test_a_part(self, tmp_path):

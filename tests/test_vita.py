@@ -43,7 +43,8 @@ for task in arguments.task_ids:
 json.dump(plan, open(os.path.join(here, "plan.json"), "w"))
 json.dump(dict(simulations=runs), open(arguments.save_to, "w"))
 if plan.get("ask"):
-    url = next(line.split(": ", 1)[1] for line in models.splitlines() if "base_url" in line)
+    urls = [line.split(": ", 1)[1] for line in models.splitlines() if "base_url" in line]
+    url = urls[["agent", "user", "judge"].index(plan["ask"])]
     request = urllib.request.Request(url, b'{{"model": "m", "messages": []}}')
     try:
         urllib.request.build_opener(urllib.request.ProxyHandler({{}})).open(request)
@@ -183,24 +184,39 @@ def test_english_tasks_are_other_files(home, tmp_path):
 
 
 def test_what_was_not_answered_is_not_the_models_failure(home, tmp_path):
-    plan(home / "vita", t3=[FAILS], ask=True)
+    plan(home / "vita", t3=[FAILS], ask="agent")
     with pytest.raises(UserError, match=r"1 tasks of delivery have no score, .*the agent 1 \(.*run the same command"):
         Vita().run(trial(home, tmp_path), ("delivery",))
     done = read_done(tmp_path / "trial0", "delivery")
     assert set(done) == {"t1", "t2"}
     # With an answer it goes on with what is left.
     with OpenAIServer(in_order(Reply("yes"))) as server:
-        plan(home / "vita", ask=True)
+        plan(home / "vita", ask="agent")
         outcome = Vita().run(trial(home, tmp_path, endpoint=server.url), ("delivery",))
     assert calls(home)[-1]["task_ids"] == ["t3"] and outcome.parts["delivery"].score == 100.0
     assert {logged.body["model"] for logged in server.log} == {"the-agent"}
 
 
 def test_a_refused_request_is_the_models_own_failure(home, tmp_path):
-    plan(home / "vita", t3=[FAILS], ask=True)
+    plan(home / "vita", t3=[FAILS], ask="agent")
     with OpenAIServer(in_order(error(400, "too long"))) as server:
         outcome = Vita().run(trial(home, tmp_path, endpoint=server.url), ("delivery",))
     assert outcome.parts["delivery"].details["failed"] == ["t3"]
+
+
+@pytest.mark.parametrize("role", ["user", "judge"])
+def test_what_user_or_judge_refuses_is_not_the_models_failure(home, tmp_path, role):
+    plan(home / "vita", t3=[FAILS], ask=role)
+    with OpenAIServer(in_order(error(400, "too long"))) as server:
+        with pytest.raises(UserError, match=f"1 tasks of delivery have no score, .*the {role} 1 .*too long"):
+            Vita().run(trial(home, tmp_path, f"bench.{role}.url={server.url}"), ("delivery",))
+
+
+def test_a_reply_without_choices_is_not_the_models_failure(home, tmp_path):
+    plan(home / "vita", t3=[FAILS], ask="agent")
+    with OpenAIServer(in_order(Reply(body='{"choices": []}'))) as server:
+        with pytest.raises(UserError, match="the agent 1 .*no chat completion"):
+            Vita().run(trial(home, tmp_path, endpoint=server.url), ("delivery",))
 
 
 def test_a_harness_that_does_nothing_is_an_error(home, tmp_path):

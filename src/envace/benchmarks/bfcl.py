@@ -6,19 +6,26 @@ names of tools as underscores, keeps what the server calls reasoning_content in 
 multi-turn tasks as Python, so only checked calls reach it (`envace.serve.guard`).
 
 Overall, of which a part that was not run counts as 0: 10 % each of non-live, live and irrelevance, 30 % multi-turn,
-40 % agentic. The agentic parts want a web search account or further packages, and are run only where they are named.
+40 % agentic. The agentic parts are run only where they are named; those that want a web search account, or packages
+which the set-up does not have, are refused.
+
+BFCL scores a task of irrelevance right unless a call can be read, so also one whose request was refused. Here such a
+task is wrong, in the part and in the overall score.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import logging
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from envace.benchmarks.benchmark import Outcome, Part, Trial, run_harness
 from envace.types import UserError
+
+logger = logging.getLogger("envace")
 
 MODEL = "openbmb/MiniCPM-SALA-FC"
 NON_LIVE = ("simple_python", "simple_java", "simple_javascript", "multiple", "parallel", "parallel_multiple")
@@ -29,10 +36,16 @@ AGENTIC = ("memory_kv", "memory_vector", "memory_rec_sum", "web_search_base", "w
 GROUPS = {**dict.fromkeys((*NON_LIVE, "irrelevance"), "non_live"), **dict.fromkeys(MULTI_TURN, "multi_turn")}
 NULL_SCORES = {part: 100.0 for part in IRRELEVANCE}  # in percent; an agent that does nothing has 0 elsewhere
 NULL_OVERALL = 10.0
+OVERALL_SHARE = {part: 0.05 for part in IRRELEVANCE}
+# Nothing that an account needs is passed on, and the other one wants sentence-transformers and FAISS.
+UNAVAILABLE = {part: "a web search account" for part in AGENTIC if part.startswith("web_search_")}
+UNAVAILABLE |= {"memory_vector": "packages that the set-up does not install"}
 # What the harness writes in place of a result when a request failed, and what that says where the request was refused,
-# as for a prompt that is too long: that is the model's own failure.
-FAULT, REFUSED = "Error during inference:", "Error code: 4"
+# as for a prompt that is too long: that is the model's own failure. A model can say the first words too, but only the
+# harness adds the traceback.
+ERROR, TRACEBACK, REFUSED = "Error during inference:", "traceback", "Error code: 4"
 TOO_MANY = "Error code: 429"
+MESSAGE_CHARS = 200
 
 
 class BFCL:
@@ -53,6 +66,9 @@ class BFCL:
         return sorted({tool["name"] for document in documents for tool in read_lines(document)})
 
     def run(self, trial: Trial, parts: tuple[str, ...]) -> Outcome:
+        check_available(parts)
+        for path in sorted(trial.folder.glob("result/**/BFCL_v4_*_result.json")):
+            drop_unfinished(path)
         selected = ["--test-category", ",".join(parts)]
         if tasks := trial.config.bench.tasks:
             write_ids(trial.folder / "test_case_ids_to_generate.json", Path(trial.config.bench.home), parts, tasks)
@@ -62,16 +78,15 @@ class BFCL:
             found = {part: take_faults(result_file(trial.folder, part)) for part in parts}
             if not any(found.values()):
                 break
+        refused = count_refused(trial.folder, parts)
         scored = [part for part in parts if result_file(trial.folder, part).exists()]
         if scored:
             is_partial = bool(trial.config.bench.tasks) or any(found.values())
             options = ["--score-dir", "score", *(["--partial-eval"] if is_partial else [])]
             self._bfcl(trial, "evaluate", "--test-category", ",".join(scored), *options)
-        return Outcome(
-            {part: read_part(trial.folder, part, found[part]) for part in parts},
-            read_overall(trial.folder / "score") if scored else {},
-            missing=[part for part in self.parts if part not in scored],
-        )
+        read = {part: read_part(trial.folder, part, found[part], refused[part]) for part in parts}
+        overall = read_overall(trial.folder / "score", read) if scored else {}
+        return Outcome(read, overall, missing=[part for part in self.parts if part not in scored])
 
     def _bfcl(self, trial: Trial, command: str, *options: str) -> None:
         program = Path(trial.config.bench.home).resolve() / "bfcl" / "bin" / "bfcl"
@@ -82,6 +97,12 @@ class BFCL:
         }
         arguments = [str(program), command, "--model", MODEL, "--result-dir", "result", *options]
         run_harness(arguments, trial.folder / "bfcl.log", environment, trial.folder)
+
+
+def check_available(parts: tuple[str, ...]) -> None:
+    if out_of_reach := [part for part in parts if part in UNAVAILABLE]:
+        part = out_of_reach[0]
+        raise UserError(f"bench.parts: {part} needs {UNAVAILABLE[part]} and cannot be run here; leave it out")
 
 
 def generation_options(trial: Trial) -> list[str]:
@@ -124,12 +145,21 @@ def result_file(folder: Path, part: str) -> Path:
     return folder / "result" / MODEL.replace("/", "_") / group(part) / f"BFCL_v4_{part}_result.json"
 
 
+def drop_unfinished(path: Path) -> None:
+    """Drop a last line that was being written when a run was cut off: the harness reads it before it goes on."""
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        logger.warning("%s: the last line is not whole, so that task is run again", path)
+        path.write_text(whole, encoding="utf-8")
+
+
 def take_faults(path: Path) -> int:
     """Remove what the infrastructure ended, so that the harness runs it again; how many that were."""
     if not path.exists():
         return 0
     results = read_lines(path)
-    kept = [result for result in results if not is_fault(result["result"])]
+    kept = [result for result in results if not is_fault(result)]
     if len(kept) < len(results):
         path.write_text("".join(json.dumps(result) + "\n" for result in kept), encoding="utf-8")
     if not kept:
@@ -137,25 +167,60 @@ def take_faults(path: Path) -> int:
     return len(results) - len(kept)
 
 
-def is_fault(result: Any) -> bool:
+def is_fault(entry: dict[str, Any]) -> bool:
     """Whether no answer of the model was had. A request that the server refused is an answer: it cannot be made."""
-    if not isinstance(result, str) or not result.startswith(FAULT):
-        return False
-    return REFUSED not in result or TOO_MANY in result
+    return is_error(entry) and not is_refused(entry)
 
 
-def read_part(folder: Path, part: str, faults: int) -> Part:
+def is_refused(entry: dict[str, Any]) -> bool:
+    return is_error(entry) and REFUSED in entry["result"] and TOO_MANY not in entry["result"]
+
+
+def is_error(entry: dict[str, Any]) -> bool:
+    result = entry["result"]
+    return TRACEBACK in entry and isinstance(result, str) and result.startswith(ERROR)
+
+
+def count_refused(folder: Path, parts: tuple[str, ...]) -> dict[str, int]:
+    """Refused tasks by part. Raises UserError if a part has no others: then it is the server that is not right."""
+    counts, refused_whole = {}, {}
+    for part in parts:
+        path = result_file(folder, part)
+        results = read_lines(path) if path.exists() else []
+        refused = [result["result"] for result in results if is_refused(result)]
+        counts[part] = len(refused)
+        if refused and len(refused) == len(results):
+            refused_whole[part] = " ".join(refused[0].removeprefix(ERROR).split())[:MESSAGE_CHARS]
+            path.unlink()  # so that the next run asks again
+    if refused_whole:
+        part, said = next(iter(refused_whole.items()))
+        raise UserError(
+            f"every request of {', '.join(refused_whole)} was refused ({part}: {said}): correct what the server "
+            "objects to, or leave that out (bench.parts)"
+        )
+    return counts
+
+
+def read_part(folder: Path, part: str, faults: int, refused: int) -> Part:
+    """details: tasks that are right, and those refused."""
     path = folder / "score" / MODEL.replace("/", "_") / group(part) / f"BFCL_v4_{part}_score.json"
     null = NULL_SCORES.get(part, 0.0)
     if not path.exists():
         return Part(None, 0, faults, null)
     head = read_lines(path)[0]
-    return Part(100 * head["accuracy"], head["total_count"], faults, null, {"right": head["correct_count"]})
+    right, tasks = head["correct_count"], head["total_count"]
+    if part in IRRELEVANCE:
+        right -= refused  # each of which the harness has as right
+    return Part(100 * right / tasks, tasks, faults, null, {"right": right, "refused": refused})
 
 
-def read_overall(folder: Path) -> dict[str, float]:
-    """The harness's own aggregates, of which parts that were not run count as 0."""
+def read_overall(folder: Path, parts: dict[str, Part]) -> dict[str, float]:
+    """The harness's own aggregates, of which parts that were not run count as 0; refused tasks are wrong here too."""
     wanted = {"Overall Acc": "overall", "Multi Turn Acc": "multi_turn", "Live Acc": "live", "Non-Live AST Acc": "ast"}
     with (folder / "data_overall.csv").open(encoding="utf-8", newline="") as lines:
         [row] = csv.DictReader(lines)
-    return {name: float(row[title].removesuffix("%")) for title, name in wanted.items() if row[title] != "N/A"}
+    found = {name: float(row[title].removesuffix("%")) for title, name in wanted.items() if row[title] != "N/A"}
+    for name, share in OVERALL_SHARE.items():
+        if name in parts and parts[name].tasks:
+            found["overall"] -= share * 100 * parts[name].details["refused"] / parts[name].tasks
+    return found

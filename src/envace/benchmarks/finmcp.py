@@ -17,14 +17,16 @@ import ast
 import json
 import logging
 import re
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from hashlib import sha256
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from envace.benchmarks.benchmark import Outcome, Part, Trial, run_harness
-from envace.benchmarks.relay import Refused, Unanswered, complete
+from envace.benchmarks.relay import Refused, Unanswered, complete, message_of
+from envace.chat import decode_json
 from envace.cm2.files import read_rows
 from envace.types import UserError, canonical_json
 
@@ -38,6 +40,7 @@ SCRIPT = Path("finmcp") / "DianJin-TIR" / "eval" / "evaluation.py"
 NEEDED = ("id", "task", "scenery", "diff_level", "messages")
 TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 Message = dict[str, Any]
+Say = Callable[[list[Message]], Message]  # what the model answers after a history
 
 
 class FinMCP:
@@ -148,16 +151,21 @@ def calls_in(messages: list[Message]) -> Iterable[dict[str, Any]]:
 
 def arguments_of(call: dict[str, Any]) -> dict[str, Any]:
     """Those that cannot be read are none."""
-    try:
-        arguments = json.loads(call["function"]["arguments"] or "{}")
-    except json.JSONDecodeError:
-        return {}
+    arguments = call["function"].get("arguments") or "{}"
+    if isinstance(arguments, str):
+        text = arguments
+        try:
+            arguments, end = decode_json(text, 0)
+        except ValueError:
+            return {}
+        if text[end:].strip():
+            return {}
     return arguments if isinstance(arguments, dict) else {}
 
 
 def recorded_responses(messages: list[Message]) -> dict[str, str]:
     """Call -> its response; of the same call twice the first."""
-    asked = {call["id"]: call_key(call) for call in calls_in(messages)}
+    asked = {call["id"]: call_key(call) for call in calls_in(messages) if "id" in call}
     responses: dict[str, str] = {}
     for message in messages:
         if message["role"] == "tool" and message.get("tool_call_id") in asked:
@@ -175,14 +183,29 @@ def answer_all(trial: Trial, samples: list[dict[str, Any]], tools: list[dict[str
     done = read_answers(path)
     left = [sample for sample in samples if str(sample["id"]) not in done]
     unanswered: list[str] = []
-    with path.open("a", encoding="utf-8") as lines, ThreadPoolExecutor(trial.config.bench.concurrency) as pool:
-        for sample, (messages, reason) in zip(left, pool.map(lambda s: attempt(trial, s, tools), left), strict=True):
-            if messages is None:
-                unanswered.append(reason)
-                continue
-            done[str(sample["id"])] = messages
-            lines.write(json.dumps({"id": str(sample["id"]), "messages": messages, "refused": reason}) + "\n")
-            lines.flush()
+    stopped = Event()
+
+    def say(messages: list[Message]) -> Message:
+        if stopped.is_set():
+            raise Unanswered("interrupted")
+        return ask(trial, messages, tools)
+
+    pool, tries = ThreadPoolExecutor(trial.config.bench.concurrency), 1 + trial.config.bench.retries
+    try:
+        with path.open("a", encoding="utf-8") as lines:
+            futures = {pool.submit(attempt, say, sample["messages"], tries): str(sample["id"]) for sample in left}
+            for future in as_completed(futures):
+                messages, reason = future.result()
+                if messages is None:
+                    unanswered.append(reason)
+                    continue
+                done[futures[future]] = messages
+                lines.write(json.dumps({"id": futures[future], "messages": messages, "refused": reason}) + "\n")
+                lines.flush()
+    finally:
+        # What is being asked when the run is interrupted ends with the model's server, which the caller ends next.
+        stopped.set()
+        pool.shutdown(wait=False, cancel_futures=True)
     if unanswered:
         raise UserError(
             f"{len(unanswered)} of {len(samples)} samples of FinMCP-Bench were not answered ({unanswered[-1]}): run "
@@ -192,22 +215,31 @@ def answer_all(trial: Trial, samples: list[dict[str, Any]], tools: list[dict[str
 
 
 def read_answers(path: Path) -> dict[str, list[Message]]:
-    """A line that was being written when the run was cut off is left out, and from the file too."""
+    """A line that was being written when the run was cut off is left out, and from the file too. Raises UserError."""
     if not path.exists():
         return {}
     text = path.read_text(encoding="utf-8")
     whole = text[: text.rfind("\n") + 1]
-    path.write_text(whole, encoding="utf-8")
-    records = [json.loads(line) for line in whole.splitlines()]
-    return {record["id"]: record["messages"] for record in records}
+    if whole != text:
+        path.write_text(whole, encoding="utf-8")
+    answers = {}
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            answers[record["id"]] = record["messages"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise UserError(
+                f"{path}, line {number} is no answer: remove that line, and the same command asks again"
+            ) from None
+    return answers
 
 
-def attempt(trial: Trial, sample: dict[str, Any], tools: list[dict[str, Any]]) -> tuple[list[Message] | None, str]:
+def attempt(say: Say, messages: list[Message], tries: int) -> tuple[list[Message] | None, str]:
     """(the dialogue, ""), ([], why it was refused) or (None, why there was no answer)."""
     reason = ""
-    for _ in range(1 + trial.config.bench.retries):
+    for _ in range(tries):
         try:
-            return dialogue(trial, sample["messages"], tools), ""
+            return dialogue(say, messages), ""
         except Refused as error:
             return [], str(error)
         except Unanswered as error:
@@ -215,7 +247,7 @@ def attempt(trial: Trial, sample: dict[str, Any], tools: list[dict[str, Any]]) -
     return None, reason
 
 
-def dialogue(trial: Trial, messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
+def dialogue(say: Say, messages: list[Message]) -> list[Message]:
     """Every turn of system and user, and what the model makes of each after the recorded history before it."""
     responses = recorded_responses(messages)
     said: list[Message] = []
@@ -223,7 +255,7 @@ def dialogue(trial: Trial, messages: list[Message], tools: list[dict[str, Any]])
         if message["role"] in ("system", "user"):
             said.append(message)
         if message["role"] == "user":
-            said += continuation(trial, [without_nulls(m) for m in messages[: i + 1]], responses, tools)
+            said += continuation(say, [without_nulls(m) for m in messages[: i + 1]], responses)
     return said
 
 
@@ -231,21 +263,20 @@ def without_nulls(message: Message) -> Message:
     return {key: value for key, value in message.items() if value is not None}
 
 
-def continuation(
-    trial: Trial, history: list[Message], responses: dict[str, str], tools: list[dict[str, Any]]
-) -> list[Message]:
+def continuation(say: Say, history: list[Message], responses: dict[str, str]) -> list[Message]:
     """The model's messages and the responses to its calls, until it makes none or has made enough."""
-    new, made = [ask(trial, history, tools)], 0
+    new, made = [say(history)], 0
     while (calls := new[-1].get("tool_calls")) and made <= MOST_CALLS:
         made += len(calls)
         for call in calls:
             response = responses.get(call_key(call), FAILED_CALL)
             new.append({"role": "tool", "tool_call_id": call["id"], "content": response})
-        new.append(ask(trial, history + new, tools))
+        new.append(say(history + new))
     return new
 
 
 def ask(trial: Trial, messages: list[Message], tools: list[dict[str, Any]]) -> Message:
+    """Raises Refused; Unanswered too for what no server of this API says, whatever its model wrote."""
     sampling = trial.config.eval.sampling
     body = {
         "model": trial.model,
@@ -255,12 +286,19 @@ def ask(trial: Trial, messages: list[Message], tools: list[dict[str, Any]]) -> M
         "top_p": sampling.top_p,
         "max_tokens": trial.config.serve.max_new_tokens,
     }
-    try:
-        message = json.loads(complete(trial.endpoint, body))["choices"][0]["message"]
-    except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
-        raise Unanswered(f"what was answered is no chat completion: {error}") from None
-    said = {"role": "assistant", "content": message.get("content") or ""}
-    return said | ({"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {})
+    message = message_of(complete(trial.endpoint, body))
+    content, calls = message.get("content") or "", message.get("tool_calls") or []
+    if not isinstance(content, str) or not isinstance(calls, list) or not all(is_call(call) for call in calls):
+        raise Unanswered("what was answered is no chat completion: content or calls are not as they should be")
+    return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
+
+
+def is_call(call: Any) -> bool:
+    """Whether it has what every call has. The text of its arguments is the model's and may be anything."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return False
+    return all(isinstance(value, str) for value in (call.get("id"), function.get("name"), function.get("arguments")))
 
 
 def score(trial: Trial, eval_data: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:

@@ -3,6 +3,7 @@
 VitaBench sends its whole entry of a model (headers, address, prices) as the body of each request, which strict servers
 refuse, and writes that entry into its results file. Behind a relay the entry holds no key, the server gets what the API
 knows, and what a server did not answer is counted: a task that failed for want of an answer is not the model's failure.
+A refusal is the failure of the model that is measured, but of another one it is no answer either.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import ProxyHandler, Request, build_opener
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
 from envace.types import first_line
 
@@ -50,6 +51,13 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 256  # connections at once that need not be tried again
 
 
+class NoRedirects(HTTPRedirectHandler):
+    """urllib would ask another host, key and all, and with GET."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Without another request, the status is an error like others."""
+
+
 class Refused(Exception):
     """The server does not take this request, for what it says."""
 
@@ -67,7 +75,7 @@ def complete(url: str, body: dict[str, Any], key: str = "", timeout: float = TIM
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = Request(f"{url}/chat/completions", json.dumps(body).encode(), headers)
     # No proxy stands between this machine and itself.
-    opener = build_opener(*([ProxyHandler({})] if "//127.0.0.1" in url or "//localhost" in url else []))
+    opener = build_opener(NoRedirects, *([ProxyHandler({})] if "//127.0.0.1" in url or "//localhost" in url else []))
     try:
         with opener.open(request, timeout=timeout) as answer:
             return answer.read()
@@ -80,11 +88,25 @@ def complete(url: str, body: dict[str, Any], key: str = "", timeout: float = TIM
         raise Unanswered(first_line(error)) from None
 
 
+def message_of(answer: bytes) -> dict[str, Any]:
+    """The message in the body of an answer. Raises Unanswered if there is none."""
+    try:
+        message = json.loads(answer)["choices"][0]["message"]
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+        raise Unanswered(f"what was answered is no chat completion: {first_line(error)}") from None
+    if not isinstance(message, dict):
+        raise Unanswered("what was answered is no chat completion: its message is no object")
+    return message
+
+
 @contextmanager
-def relaying(url: str, model: str, key: str = "", timeout: float = TIMEOUT) -> Iterator[Relayed]:
+def relaying(
+    url: str, model: str, key: str = "", timeout: float = TIMEOUT, *, takes_refusals: bool = True
+) -> Iterator[Relayed]:
     """Pass requests on to `model` at the chat completions of `url`, whatever they call it, until the block ends.
 
-    Only who knows the address, which nobody can guess, gets through.
+    Only who knows the address, which nobody can guess, gets through. takes_refusals: a refused request is answered;
+    otherwise it counts as unanswered.
     """
     path = f"/{secrets.token_urlsafe(16)}/chat/completions"
 
@@ -92,17 +114,35 @@ def relaying(url: str, model: str, key: str = "", timeout: float = TIMEOUT) -> I
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
+            length = self.headers.get("Content-Length", "")
+            if not length.isdecimal():
+                self.close_connection = True  # where the next request begins is not known
+                self.fail(400, "Content-Length is no number")
+                return
+            body = self.rfile.read(int(length))
             if self.path != path:
                 self.reply(404, b"{}")
                 return
             try:
-                self.reply(200, complete(url, known(json.loads(body)) | {"model": model}, key, timeout))
+                asked = known(body)
+            except ValueError as error:
+                self.fail(400, str(error))
+                return
+            try:
+                answer = complete(url, asked | {"model": model}, key, timeout)
+                message_of(answer)
             except Refused as error:
-                self.reply(error.status, json.dumps({"error": str(error)}).encode())
+                if not takes_refusals:
+                    relayed.count(str(error))
+                self.fail(error.status, str(error))
             except Unanswered as error:
                 relayed.count(str(error))
-                self.reply(500, json.dumps({"error": str(error)}).encode())  # the harness tries that again
+                self.fail(500, str(error))  # the harness tries that again
+            else:
+                self.reply(200, answer)
+
+        def fail(self, status: int, said: str) -> None:
+            self.reply(status, json.dumps({"error": said}).encode())
 
         def reply(self, status: int, body: bytes) -> None:
             self.send_response(status)
@@ -125,8 +165,18 @@ def relaying(url: str, model: str, key: str = "", timeout: float = TIMEOUT) -> I
             thread.join()
 
 
-def known(body: dict[str, Any]) -> dict[str, Any]:
-    """What the API knows of a request, without the nulls that stand for what a message does not have."""
+def known(request: bytes) -> dict[str, Any]:
+    """What the API knows of a request, without the nulls that stand for what a message does not have.
+
+    Raises ValueError if it is no request for a chat completion.
+    """
+    try:
+        body = json.loads(request)
+    except RecursionError:
+        raise ValueError("JSON is nested too deeply") from None
+    messages = body.get("messages") if isinstance(body, dict) else None
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError("messages are no list of objects")
     found = {name: body[name] for name in FIELDS if body.get(name) is not None}
-    found["messages"] = [{key: value for key, value in m.items() if value is not None} for m in body["messages"]]
+    found["messages"] = [{key: value for key, value in m.items() if value is not None} for m in messages]
     return found

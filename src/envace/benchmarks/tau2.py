@@ -145,7 +145,13 @@ def settle(results: Path) -> int:
     """Write down the model's own failures as such, so that tau2 does not run them again; how many faults are left."""
     if not results.exists():
         return 0
-    found = json.loads(results.read_text(encoding="utf-8"))
+    try:
+        found = json.loads(results.read_text(encoding="utf-8"))
+    except ValueError:  # also bytes that are no UTF-8
+        raise UserError(
+            f"{results} is not whole, as when a run was cut off while it was written: move it away, and the same "
+            "command begins this part anew"
+        ) from None
     failures = [run for run in found["simulations"] if is_own_failure(run)]
     for run in failures:
         run["termination_reason"] = OWN_FAILURE

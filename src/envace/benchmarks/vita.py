@@ -6,7 +6,8 @@ Two more models take part, one that plays the user (bench.user) and one that jud
 
 A task that raises an error is left out of the harness's own average. Here it is tried again bench.retries times, and
 then counts as zero and is named in the details; that average stands there as `official`. If in the last try one of the
-models left requests unanswered, it is not known whose failure that is, and the run stops: what is done stays done.
+models left requests unanswered, or user or judge refused some, it is not known whose failure that is, and the run
+stops: what is done stays done.
 """
 
 from __future__ import annotations
@@ -124,7 +125,10 @@ def serving_models(trial: Trial) -> Iterator[Models]:
         "judge": {"temperature": bench.judge.temperature},
     }
     with ExitStack() as stack:
-        relays = {role: stack.enter_context(relaying(*where)) for role, where in served.items()}
+        relays = {
+            role: stack.enter_context(relaying(*where, takes_refusals=role == "agent"))
+            for role, where in served.items()
+        }
         entries = [
             {"name": role, "base_url": relay.url, "headers": {}, **sampling[role]} for role, relay in relays.items()
         ]

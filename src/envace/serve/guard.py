@@ -70,7 +70,8 @@ def are_plain(calls: Any, names: Set[str]) -> bool:
 
 def _is_plain(call: Any, names: Set[str]) -> bool:
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or function.get("name") not in names:
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or name not in names:
         return False
     arguments = function.get("arguments")
     if isinstance(arguments, str):
