@@ -171,8 +171,9 @@ def test_weights_that_were_trained_on_in_place_are_another_model(tmp_path, asks)
     config = load_config(None, ["benchmark=bfcl", f"model.path={weights.parent}", "bench.trials=1", run])
     folder = tmp_path / "run" / "bfcl" / "trial0"
     folder.mkdir(parents=True)
+    nothing = {"parts": {}, "overall": {}}
     with pytest.MonkeyPatch.context() as patch:  # all but the weights is as it was
-        patch.setattr(runs, "is_done", lambda record, settings: write_record(record, settings) or True)
+        patch.setattr(runs, "is_done", lambda record, settings: write_record(record, settings, **nothing) or True)
         evaluate_benchmark(config)
     weights.write_bytes(b"after")
     with pytest.raises(UserError, match="trial.json was made with trial weights="):

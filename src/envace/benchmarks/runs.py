@@ -92,7 +92,7 @@ def alone_in(root: Path) -> Iterator[None]:
 def run_trial(
     benchmark: Benchmark, config: Config, parts: tuple[str, ...], model: dict[str, Any], root: Path, number: int
 ) -> dict[str, Any]:
-    """One trial's record. Trial k is sampled with seed + k, so that trials differ and each can be made again.
+    """One trial's record. Trial k is given seed + k, which not every harness sends on.
 
     model: see `described_model`; one that was retrained in place is another one.
     """
