@@ -233,7 +233,7 @@ def test_checks_tell_a_wrong_score():
     assert not check("bfcl", "null", "live_simple", part, 0).holds
     assert check("bfcl", "null", "irrelevance", {"tasks": 3, "score": 100.0, "null": 100.0, "faults": 0}, 3).holds
     assert not check("bfcl", "oracle", "live_simple", part | {"faults": 1}, 0).holds
-    assert "| oracle | a | 1 | 2 | 3 | 0 | NO |" in report([Check("oracle", "a", 1, 3, 2)])
+    assert "| oracle | a | 1 | 2 | 3 | 4 | 0 | NO |" in report([Check("oracle", "a", 1, 3, 2, 0, 4)])
 
 
 class TestHarness:

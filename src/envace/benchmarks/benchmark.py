@@ -20,6 +20,7 @@ from envace.types import UserError
 # Of this process's environment a harness gets only what a program needs to run, and so no key that is not meant for it.
 PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR", "NO_PROXY", "no_proxy")
 STOP_SECONDS = 30.0  # until a process that was asked to end is killed
+STAMP = "installed.json"  # in the folder of a harness; a set-up writes it last
 LAST_LINES = 3  # of a harness's log that are shown when it fails
 
 
@@ -88,6 +89,11 @@ class Benchmark(Protocol):
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
     return {name: os.environ[name] for name in PASSED_ON if name in os.environ} | dict(more)
+
+
+def is_set_up(home: Path, name: str) -> bool:
+    """Whether the set-up of a harness came to its end."""
+    return (home / name / STAMP).exists()
 
 
 def run_harness(command: list[str], log: Path, more: Mapping[str, str], folder: Path) -> None:

@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from envace.benchmarks.benchmark import Outcome, Part, Trial, run_harness
+from envace.benchmarks.benchmark import Outcome, Part, Trial, is_set_up, run_harness
 from envace.types import UserError
 
 logger = logging.getLogger("envace")
@@ -56,7 +56,8 @@ class BFCL:
 
     def version(self, home: Path) -> str:
         found = metadata.distributions(name="bfcl-eval", path=[str(path) for path in site_packages(home)])
-        if not (versions := [distribution.version for distribution in found]):
+        versions = [distribution.version for distribution in found]
+        if not versions or not is_set_up(home, self.name):
             raise UserError(f"BFCL is not set up in {home}: run `make bench-setup-bfcl`")
         return versions[0]
 

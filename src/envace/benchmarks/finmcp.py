@@ -24,7 +24,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from envace.benchmarks.benchmark import Outcome, Part, Trial, run_harness
+from envace.benchmarks.benchmark import Outcome, Part, Trial, is_set_up, run_harness
 from envace.benchmarks.relay import Refused, Unanswered, complete, message_of
 from envace.chat import decode_json
 from envace.cm2.files import read_rows
@@ -50,7 +50,7 @@ class FinMCP:
     default_parts = PARTS
 
     def version(self, home: Path) -> str:
-        if not (home / SCRIPT).exists():
+        if not is_set_up(home, self.name):
             raise UserError(f"FinMCP-Bench is not set up in {home}: run `make bench-setup-finmcp`")
         return f"DianJin-TIR ({COMMIT})"
 

@@ -18,6 +18,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from envace.benchmarks.benchmark import STAMP
 from envace.benchmarks.checkout import Checkout, check_source, copy_folders, fetched, run_step
 from envace.benchmarks.tau2 import PARTS
 from envace.tracking import setup_logging
@@ -25,7 +26,6 @@ from envace.types import UserError
 
 logger = logging.getLogger("envace")
 
-STAMP = "installed.json"
 NEEDS_INDEX = "it needs a package index once"
 
 

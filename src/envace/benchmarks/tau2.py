@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from envace.benchmarks.benchmark import Outcome, Part, Trial, run_harness
+from envace.benchmarks.benchmark import Outcome, Part, Trial, is_set_up, run_harness
 from envace.keys import secret
 from envace.settings import BenchConfig
 from envace.types import UserError
@@ -48,7 +48,8 @@ class Tau2:
     def version(self, home: Path) -> str:
         site_packages = (home / "tau2" / "lib").glob("python3*/site-packages")
         found = metadata.distributions(name="tau2", path=[str(path) for path in site_packages])
-        if not (versions := [distribution.version for distribution in found]):
+        versions = [distribution.version for distribution in found]
+        if not versions or not is_set_up(home, self.name):
             raise UserError(f"tau2 is not set up in {home}: run `make bench-setup-tau2`")
         return versions[0]
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from envace.benchmarks.benchmark import Outcome, Part, Trial, run_harness
+from envace.benchmarks.benchmark import Outcome, Part, Trial, is_set_up, run_harness
 from envace.benchmarks.relay import Relayed, relaying
 from envace.keys import secret
 from envace.settings import BenchConfig
@@ -63,7 +63,7 @@ class Vita:
     default_parts = PARTS
 
     def version(self, home: Path) -> str:
-        if not (home / "vita" / "installed.json").exists():
+        if not is_set_up(home, self.name):
             raise UserError(f"VitaBench is not set up in {home}: run `make bench-setup-vita`")
         return f"0.0.1 ({COMMIT})"
 
