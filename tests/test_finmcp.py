@@ -18,6 +18,7 @@ from envace.benchmarks.replay import finmcp as script
 from envace.benchmarks.replay.script import Answer, ScriptError, silent
 from envace.benchmarks.verify import report, verify
 from envace.config import load_config
+from envace.interrupts import sigterm_interrupts
 from envace.types import ToolCall, UserError
 
 # Prints what the official script prints: of all samples, then by scenery, difficulty and task.
@@ -229,7 +230,7 @@ def test_an_interrupt_ends_dialogues_and_keeps_what_is_done(trial, model, monkey
             deadline = time.monotonic() + 20
             while not (answers.exists() and answers.read_text()) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
             release.wait(5)
             message = {"content": "", "tool_calls": [call("News", "n1", word="a")]}
             return json.dumps({"choices": [{"message": message}]}).encode()
@@ -237,7 +238,7 @@ def test_an_interrupt_ends_dialogues_and_keeps_what_is_done(trial, model, monkey
 
     monkeypatch.setattr(finmcp, "complete", complete)
     begun = {thread for thread in threading.enumerate()}
-    with pytest.raises(KeyboardInterrupt):
+    with sigterm_interrupts(), pytest.raises(KeyboardInterrupt):
         FinMCP().run(given, ("single_step",))
     assert not release.is_set() and any(t not in begun for t in threading.enumerate())  # it has not waited
     release.set()
