@@ -1,0 +1,59 @@
+"""What bench/ concludes from its measurements, on measurements whose conclusion is known."""
+
+import pytest
+
+from bench.measure import MARK, read
+from bench.tables import TABLES, render, turn_term
+
+
+def kept(per_turn, context=1e-6):
+    """Measurements of `kv` where a token costs 1 ms + `context` a token of context + `per_turn` a turn."""
+    dice = iter(range(10**6))
+
+    def cell(turns, tokens):
+        by_turn = []
+        for turn in range(turns):
+            before = tokens + 40 * turn
+            noise = 1e-7 * ((next(dice) * 7919) % 11 - 5)
+            by_turn.append((before, 1e-3 + context * before + per_turn * turn + noise))
+        return {"cpu_s": 1.0, "wall_s": 1.0, "by_turn": by_turn, "written": "same"}
+
+    return [{f"{turns} turns, {tokens} tokens": cell(turns, tokens) for turns in (5, 30) for tokens in (1024, 4096)}]
+
+
+def test_a_cost_of_turns_is_found_and_one_of_context_is_not_taken_for_it():
+    share, low, high = turn_term(kept(0.0))
+    assert low <= 0 <= high and abs(share) < 0.01
+    share, low, high = turn_term(kept(1e-4))
+    assert share == pytest.approx(30e-4 / (1e-3 + 4096e-6), rel=0.01) and low > 0
+
+
+def test_ratios_are_of_medians_and_goals_are_said():
+    ours = [{"cpu_s": c, "wall_s": 1.0, "peak_mib": 1.0, "sampled_tokens": 2400} for c in (4.0, 5.0, 90.0)]
+    trl = [{"cpu_s": c, "wall_s": 2.0, "peak_mib": 2.0, "sampled_tokens": 2400, "trl": "1"} for c in (9.0, 10.0, 11.0)]
+    runs = {f"{name}, {n} threads": measured for n in (1, 2) for name, measured in (("ours", ours), ("trl", trl))}
+    [first, *_] = TABLES["step"](runs)
+    assert (first.ours, first.other, first.ratio, first.is_met) == ("5.00", "10.00", "0.50", True)
+    assert "| GRPO step against TRL 1, 1 thread, CPU s | 5.00 | 10.00 | 0.50 | at most 0.5 | yes |" in render(
+        {"step": runs}
+    )
+    ours[1]["cpu_s"] = 5.1
+    assert "| at most 0.5 | NO |" in render({"step": runs})
+
+
+def test_sides_that_did_other_work_are_not_compared():
+    side = [{"cpu_s": 1.0, "wall_s": 1.0, "peak_mib": 1.0, "sampled_tokens": 2400, "trl": "1"}]
+    runs = {f"{name}, {n} threads": side for n in (1, 2) for name in ("ours", "trl")}
+    runs["ours, 1 threads"] = [side[0] | {"sampled_tokens": 2399}]
+    with pytest.raises(ValueError, match="equally many tokens"):
+        list(TABLES["step"](runs))
+    other = kept(0.0)
+    other[0]["5 turns, 1024 tokens"] = other[0]["5 turns, 1024 tokens"] | {"written": "other"}
+    with pytest.raises(ValueError, match="5 turns, 1024 tokens: .* different tokens"):
+        list(TABLES["kv"]({"kept": kept(0.0), "prefilled": other}))
+
+
+def test_numbers_are_read_behind_whatever_else_is_printed():
+    assert read(f"noise\n{MARK}" + '{"cpu_s": 1}\nmore noise') == {"cpu_s": 1}
+    with pytest.raises(ValueError, match="no numbers"):
+        read("noise")
