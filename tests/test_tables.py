@@ -126,13 +126,13 @@ def test_a_model_that_the_paper_does_not_have_gets_a_row_of_its_own(tmp_path):
             [tau2_trial(20.0, telecom=part(None, 0, 114))],
             "all",
             "20.0 [-], 1 × 164 †",
-            "without telecom; 114 tasks ended by faults of the infrastructure",
+            "without telecom; 114 tasks ended by faults",
         ),
         (
             [tau2_trial(20.0, airline=part(20.0, 48, 2)), tau2_trial(20.0)],
             "all",
             "20.0 [20.0, 20.0], 2 × 276–278 †",
-            "2 tasks ended by faults of the infrastructure",
+            "2 tasks ended by faults",
         ),
         (
             [tau2_trial(20.0), trial({}, {})],
@@ -298,11 +298,7 @@ HOSTILE = "a|b `rm` <script>alert(1)</script> \\input{x} 50%_&#$~^\n| c\x1b[2J \
     [
         (TAU2, {"airline": part(1.0, 50), "retail": part(1.0, 113), "telecom": part(1.0, 114)}, "277 of 278 tasks"),
         (FINMCP["micro"]["tf1"], {name: part(1.0, 2) for name in finmcp.PARTS}, "6 of 613 tasks"),
-        (
-            VITA,
-            vita_trial(1.0)["parts"] | {"ota": part(1.0, 100) | {"details": {"failed": ["7"]}}},
-            "1 tasks ended",
-        ),
+        (VITA, vita_trial(1.0)["parts"] | {"delivery": part(1.0, 99, faults=1)}, "1 tasks ended by faults"),
     ],
 )
 def test_fewer_tasks_than_there_are_and_tasks_that_raised_are_said(tmp_path, measure, parts, flaw):

@@ -6,6 +6,7 @@ imported.
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from typing import Any, Protocol
 from envace.interrupts import end
 from envace.settings import Config
 from envace.types import UserError
+
+logger = logging.getLogger("envace")
 
 # Of this process's environment a harness gets only what a program needs to run, and so no key that is not meant for it.
 PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR", "NO_PROXY", "no_proxy")
@@ -89,6 +92,15 @@ class Benchmark(Protocol):
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
     return {name: os.environ[name] for name in PASSED_ON if name in os.environ} | dict(more)
+
+
+def drop_unfinished(path: Path) -> None:
+    """Drop a last line that was being written when a run was cut off, so that what it stood for is done again."""
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        logger.warning("%s: the last line is not whole, so that task is run again", path)
+        path.write_text(whole, encoding="utf-8")
 
 
 def is_set_up(home: Path, name: str) -> bool:

@@ -17,15 +17,13 @@ from __future__ import annotations
 
 import csv
 import json
-import logging
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from envace.benchmarks.benchmark import Outcome, Part, Trial, is_set_up, run_harness
+from envace.benchmarks.benchmark import Outcome, Part, Trial, drop_unfinished, is_set_up, run_harness
+from envace.benchmarks.relay import REFUSALS
 from envace.types import UserError
-
-logger = logging.getLogger("envace")
 
 MODEL = "openbmb/MiniCPM-SALA-FC"
 NON_LIVE = ("simple_python", "simple_java", "simple_javascript", "multiple", "parallel", "parallel_multiple")
@@ -43,8 +41,8 @@ UNAVAILABLE |= {"memory_vector": "packages that the set-up does not install"}
 # What the harness writes in place of a result when a request failed, and what that says where the request was refused,
 # as for a prompt that is too long: that is the model's own failure. A model can say the first words too, but only the
 # harness adds the traceback.
-ERROR, TRACEBACK, REFUSED = "Error during inference:", "traceback", "Error code: 4"
-TOO_MANY = "Error code: 429"
+ERROR, TRACEBACK = "Error during inference:", "traceback"
+REFUSED = tuple(f"Error code: {status}" for status in REFUSALS)
 MESSAGE_CHARS = 200
 
 
@@ -146,15 +144,6 @@ def result_file(folder: Path, part: str) -> Path:
     return folder / "result" / MODEL.replace("/", "_") / group(part) / f"BFCL_v4_{part}_result.json"
 
 
-def drop_unfinished(path: Path) -> None:
-    """Drop a last line that was being written when a run was cut off: the harness reads it before it goes on."""
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        logger.warning("%s: the last line is not whole, so that task is run again", path)
-        path.write_text(whole, encoding="utf-8")
-
-
 def take_faults(path: Path) -> int:
     """Remove what the infrastructure ended, so that the harness runs it again; how many that were."""
     if not path.exists():
@@ -174,7 +163,7 @@ def is_fault(entry: dict[str, Any]) -> bool:
 
 
 def is_refused(entry: dict[str, Any]) -> bool:
-    return is_error(entry) and REFUSED in entry["result"] and TOO_MANY not in entry["result"]
+    return is_error(entry) and any(refused in entry["result"] for refused in REFUSED)
 
 
 def is_error(entry: dict[str, Any]) -> bool:

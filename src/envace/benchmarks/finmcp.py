@@ -24,7 +24,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from envace.benchmarks.benchmark import Outcome, Part, Trial, is_set_up, run_harness
+from envace.benchmarks.benchmark import Outcome, Part, Trial, drop_unfinished, is_set_up, run_harness
 from envace.benchmarks.relay import Refused, Unanswered, complete, message_of
 from envace.chat import decode_json
 from envace.cm2.files import read_rows
@@ -218,12 +218,9 @@ def read_answers(path: Path) -> dict[str, list[Message]]:
     """A line that was being written when the run was cut off is left out, and from the file too. Raises UserError."""
     if not path.exists():
         return {}
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole, encoding="utf-8")
+    drop_unfinished(path)
     answers = {}
-    for number, line in enumerate(whole.splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             record = json.loads(line)
             answers[record["id"]] = record["messages"]

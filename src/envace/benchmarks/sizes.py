@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from envace.benchmarks.tau2 import NULL_RIGHT
+
 TASKS: dict[str, dict[str, int]] = {
     "bfcl": {
         **{"simple_python": 400, "simple_java": 100, "simple_javascript": 50},
@@ -13,7 +15,7 @@ TASKS: dict[str, dict[str, int]] = {
         **{"multi_turn_base": 200, "multi_turn_miss_func": 200},
         **{"multi_turn_miss_param": 200, "multi_turn_long_context": 200},
     },
-    "tau2": {"airline": 50, "retail": 114, "telecom": 114},
+    "tau2": {part: tasks for part, (_, tasks) in NULL_RIGHT.items()},
     "vita": {"delivery": 100, "instore": 100},
 }
 FINMCP_TASKS = 613  # its three parts together

@@ -4,10 +4,10 @@ Two more models take part, one that plays the user (bench.user) and one that jud
 (bench.judge); a task counts if every rubric is met, so a score is as good as its judge. All three are reached through
 `envace.benchmarks.relay`, so that no key is in a file.
 
-A task that raises an error is left out of the harness's own average. Here it is tried again bench.retries times, and
-then counts as zero and is named in the details; that average stands there as `official`. If in the last try one of the
-models left requests unanswered, or user or judge refused some, it is not known whose failure that is, and the run
-stops: what is done stays done.
+A task that raises an error has no reward, and the harness leaves it out of its average. Here it is tried again
+bench.retries times; then it is a fault, in no score, and named in the details: what raised may be a judge who cannot be
+read as well as the model. If in the last try one of the models left requests unanswered, the user's and the judge's
+refusals included, the run stops: what is done stays done.
 """
 
 from __future__ import annotations
@@ -197,14 +197,12 @@ def read_done(folder: Path, part: str) -> dict[str, dict[str, Any]]:
 
 
 def part_of(done: dict[str, dict[str, Any]], failed: list[str], data: str) -> Part:
-    """details: each task's reward, those that failed, the harness's own average, the ends of dialogues, which data."""
+    """details: each known reward, the tasks that have none, the ends of dialogues, which data."""
     rewards = {task: run["reward_info"]["reward"] for task, run in done.items()}
-    tasks = len(done) + len(failed)
     details = {
-        "rewards": rewards | dict.fromkeys(failed, 0.0),
+        "rewards": rewards,
         "failed": failed,
-        "official": 100 * sum(rewards.values()) / len(rewards),
         "ends": dict(Counter(run["termination_reason"] for run in done.values())),
         "data_sha256": data,
     }
-    return Part(100 * sum(rewards.values()) / tasks, tasks, 0, 0.0, details)
+    return Part(100 * sum(rewards.values()) / len(rewards), len(rewards), len(failed), 0.0, details)

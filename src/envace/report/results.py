@@ -182,10 +182,8 @@ def flaws(result: Result, measure: Measure, scored: int) -> Iterable[str]:
         yield f"without {', '.join(missing) if is_named else f'{len(missing)} of {len(measure.parts)} parts'}"
     elif limit == "all" and (few := tasks_seen(result, measure)) < (whole := tasks_there_are(measure)):
         yield f"{few} of {whole} tasks"
-    if failed := sum(len(part["details"].get("failed", ())) for t in trials for part in parts_of(t, measure).values()):
-        yield f"{failed} tasks ended with an error and count as 0"
     if faults := sum(part["faults"] for trial in trials for part in parts_of(trial, measure).values()):
-        yield f"{faults} tasks ended by faults of the infrastructure"
+        yield f"{faults} tasks ended by faults"
     if scored < len(trials):
         yield f"{scored} of {len(trials)} trials"
 
