@@ -86,8 +86,10 @@ doctor: $(STAMP)  ## check machine, config, model and memory before a long run (
 merge: $(STAMP)  ## adapters and their base as one model (ADAPTER=runs/x/rl OUT=runs/x/merged)
 	@$(VENV) -m envace.merge $(ADAPTER) $(OUT)
 
-lint: $(STAMP)  ## ruff
+lint: $(STAMP)  ## ruff (rules and format) and mypy
 	@$(VENV) -m ruff check .
+	@$(VENV) -m ruff format --check .
+	@$(VENV) -m mypy
 
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

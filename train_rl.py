@@ -23,7 +23,7 @@ import torch
 
 from envace.advantages import BASELINES, group_advantages
 from envace.batching import output_table, rows_from_trajectories, total_weight
-from envace.checkpoints import Checkpoints, check_exports, export_folder
+from envace.checkpoints import Checkpoints, Stateful, check_exports, export_folder
 from envace.data import Sampler, Source, open_source, tasks_within
 from envace.evaluation import GapWatch, assign_rewards, evaluate_team, unfold
 from envace.losses import policy_loss
@@ -66,7 +66,7 @@ def train(config: Config, services: Services, output: Path) -> None:
     sampler = Sampler(train_tasks, config.seed, [task.id for task in train_tasks])
     held_out = tasks_within(source.eval_tasks(), policy.chat, longest)[: config.eval.tasks or None]
     watch = GapWatch()
-    kept = {"sampler": sampler, "env_calls": source.counter, "gap_watch": watch}
+    kept: dict[str, Stateful] = {"sampler": sampler, "env_calls": source.counter, "gap_watch": watch}
     checkpoints = Checkpoints(team, config, "rl", kept)
     first = checkpoints.resume()
     with (
@@ -86,7 +86,7 @@ def train(config: Config, services: Services, output: Path) -> None:
             started = time.perf_counter()
             tasks = sampler.next(config.rl.prompts_per_step)
 
-            trajectories, sampled_tokens = unfold(
+            trajectories, sampled_here = unfold(
                 team,
                 tasks,
                 config,
@@ -100,7 +100,7 @@ def train(config: Config, services: Services, output: Path) -> None:
             assign_rewards(trajectories, config.reward.name, config.rl.keep)
             trajectories = policy.gather(trajectories)
             service_metrics = services.end_step(policy.sum_over_ranks)
-            sampled_tokens = policy.sum_over_ranks(sampled_tokens)
+            sampled_tokens = policy.sum_over_ranks(sampled_here)
             rolled_out = time.perf_counter()
 
             rewards, group_ids, role_ids, trajectory_ids = output_table(trajectories)
@@ -111,7 +111,7 @@ def train(config: Config, services: Services, output: Path) -> None:
                 baseline_over=config.rl.baseline_over,
                 trajectory_ids=trajectory_ids,
             )
-            update_metrics = {}
+            update_metrics: dict[str, float] = {}
             for player in team.players:
                 update_metrics |= player.named(update(player, trajectories, advantages, step, config))
             updated = time.perf_counter()
@@ -196,9 +196,8 @@ def update(
         )
         stepped = policy.step(lr)
     reduced = {name: policy.sum_over_ranks(value) for name, value in sums.items()}
-    loss = reduced.pop("loss")
     return {
-        "loss/policy": loss,
+        "loss/policy": reduced.pop("loss"),
         **{f"loss/{name}": value / max(denominator, 1e-12) for name, value in reduced.items()},
         "loss/skipped_steps": float(policy.skipped_steps),
         "lr": lr,
@@ -213,14 +212,18 @@ def trained_tokens(trajectories: list[Trajectory], config: Config) -> int:
 
 
 def add_metrics(
-    sums: dict[str, float], batch: Batch, loss: torch.Tensor, entropy: torch.Tensor, metrics: dict[str, torch.Tensor]
+    sums: dict[str, float],
+    batch: Batch,
+    loss: torch.Tensor,
+    entropy: torch.Tensor | None,
+    metrics: dict[str, torch.Tensor],
 ) -> None:
     """Add one micro-batch to `sums`, weighted by its tokens, so that the sums divide by the denominator."""
     weight = batch.weights.sum()
     spoken = batch.weights > 0
     values = {
         "loss": loss,
-        "entropy": (entropy * batch.weights)[spoken].sum(),
+        **({} if entropy is None else {"entropy": (entropy * batch.weights)[spoken].sum()}),
         **{name: value * weight for name, value in metrics.items()},
     }
     for name, value in values.items():

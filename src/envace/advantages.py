@@ -1,8 +1,7 @@
-"""Role-wise group-relative advantages. Pure: tensors in, a tensor out.
+"""Group-relative advantages, by role. Pure: tensors in, a tensor out.
 
-For a prompt x and a role r, G(x, r) holds the outputs of role r in all rollouts of x. Output i of that group gets
-
-    A_i = (R_i - mean_G) / (std_G + eps)        std unbiased; without std when normalize_std is False
+An output is compared with the outputs of its role in all rollouts of its prompt: `by_prompt_and_role` says which those
+are, `group_advantages` what follows.
 
 The mean is over outputs, so a rollout with more outputs of a role counts more in that role's baseline. All outputs of
 a rollout share one R: role-wise and shared baselines differ only where output counts per role differ.
@@ -19,12 +18,18 @@ from torch import Tensor
 
 
 def by_prompt_and_role(group_ids: Tensor, role_ids: Tensor) -> Tensor:
-    """(N,), (N,) -> (N,): the dense index of each output's (prompt, role)."""
+    """(N,), (N,) -> (N,): the dense index of each output's (prompt, role).
+
+    Role-wise group: G_{x,r} = {outputs of role r in tau_1..tau_K of x}
+    """
     return torch.stack([group_ids, role_ids], dim=1).unique(dim=0, return_inverse=True)[1]
 
 
 def by_prompt(group_ids: Tensor, role_ids: Tensor) -> Tensor:
-    """(N,), (N,) -> (N,): the dense index of each output's prompt, both roles pooled."""
+    """(N,), (N,) -> (N,): the dense index of each output's prompt, both roles pooled.
+
+    Shared group: G_x = {outputs of both roles in tau_1..tau_K of x}
+    """
     return group_ids.unique(return_inverse=True)[1]
 
 
@@ -41,7 +46,7 @@ def rolewise_advantages(
     trajectory_ids: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Advantage of each output against the outputs of its own prompt and role. All (N,), one entry an output.
+    """`group_advantages` over `by_prompt_and_role`, as a step does it by default. All (N,), one entry an output.
 
     rewards: NaN means unknown: the output leaves the baseline and its advantage is 0. The dtype is kept.
     group_ids, role_ids: any integers; order and gaps do not matter.
@@ -68,6 +73,12 @@ def group_advantages(
     eps: float = 1e-6,
 ) -> Tensor:
     """Advantage of each output against its group. All (N,); `group_index` comes from an entry of BASELINES.
+
+    Role-wise advantage, of output m of trajectory i in its group G (all its tokens get it):
+
+        A_{i,m} = (R_i - mean_G(R)) / (std_G(R) + eps)
+
+    normalize_std: False leaves the unbiased standard deviation out.
 
     baseline_over: "outputs" takes mean and std over the group's outputs; "trajectories" over one entry for each
         trajectory in the group, and needs `trajectory_ids`.

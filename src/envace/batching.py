@@ -28,17 +28,26 @@ class Row:
 
 
 def token_mean(output: Segment, role_tokens: dict[Role, int]) -> float:
-    """Every token counts the same, so long outputs weigh more."""
+    """Every token counts the same, so long outputs weigh more.
+
+    Token mean: aggregation_weight = 1
+    """
     return 1.0
 
 
 def output_mean(output: Segment, role_tokens: dict[Role, int]) -> float:
-    """Every output counts the same, whatever its length: what the released code does in effect."""
+    """Every output counts the same, whatever its length: what the released code does in effect.
+
+    Output mean: aggregation_weight = 1 / tokens of the output
+    """
     return 1.0 / len(output.ids)
 
 
 def role_mean(output: Segment, role_tokens: dict[Role, int]) -> float:
-    """Each role counts the same, whatever its share of the tokens."""
+    """Each role counts the same, whatever its share of the tokens.
+
+    Role mean: aggregation_weight = 1 / tokens of the role in the batch
+    """
     return 1.0 / role_tokens[output.role]
 
 
@@ -59,7 +68,8 @@ def output_table(trajectories: list[Trajectory]) -> tuple[Tensor, Tensor, Tensor
         group = dense.setdefault(trajectory.group_id, len(dense))
         table += [(reward, group, int(output.role), number) for output in trajectory.outputs()]
     rewards, *ids = zip(*table, strict=True) if table else [()] * 4
-    return torch.tensor(rewards, dtype=torch.float32), *(torch.tensor(column, dtype=torch.long) for column in ids)
+    group_ids, role_ids, trajectory_ids = (torch.tensor(column, dtype=torch.long) for column in ids)
+    return torch.tensor(rewards, dtype=torch.float32), group_ids, role_ids, trajectory_ids
 
 
 def count_role_tokens(trajectories: list[Trajectory]) -> dict[Role, int]:
@@ -80,6 +90,10 @@ def rows_from_trajectories(
     role_weights: dict[str, float],
 ) -> list[Row]:
     """The rows of policy-gradient training: one for each sequence that carries loss.
+
+    Role mask, and the weight of a token in the loss:
+
+        w_t = m_t * role_weight_r * aggregation_weight, m_t = [token t was written by ACT or REHEARSE, and R is known]
 
     trajectories: those of the whole batch, of all ranks.
     advantages: (N,), one entry for each output in the order of `output_table`.
@@ -127,7 +141,7 @@ def sft_rows(trajectories: list[Trajectory], roles: list[str]) -> list[Row]:
 
 
 def total_weight(rows: list[Row]) -> float:
-    """The denominator of the loss: the sum of all weights, of the rows of all ranks."""
+    """Loss denominator: W = sum_t w_t over all rows, micro-batches and ranks"""
     return sum(sum(row.weights) for row in rows)
 
 

@@ -277,7 +277,10 @@ def met_items(items: Turn, verdicts: TurnVerdicts, *, dependence: bool = False) 
 
 
 def turn_score(variants: Sequence[Turn], verdicts: Sequence[TurnVerdicts], *, dependence: bool = False) -> float | None:
-    """The score of one turn, 0 to 1: the mean over variants. verdicts: [variant][step][item]. None if unknown."""
+    """The score of one turn, 0 to 1: the mean over variants. verdicts: [variant][step][item]. None if unknown.
+
+    Turn score: S_l = mean over variants of sum_i weight_i * max_k verdict_ki
+    """
     worst, best = (
         _mean([_weight(items, met) for items, met in zip(variants, case, strict=True)])
         for case in _cases(variants, verdicts, dependence)
@@ -288,6 +291,8 @@ def turn_score(variants: Sequence[Turn], verdicts: Sequence[TurnVerdicts], *, de
 def goes_on(variants: Sequence[Turn], verdicts: Sequence[TurnVerdicts], *, dependence: bool = False) -> bool | None:
     """Whether the gate lets the dialogue go on after this turn. verdicts: [variant][step][item].
 
+    Gate: turn l+1 comes unless more than half of the variants have a required item that is not met in turn l
+
     None if that hangs on an unknown verdict; end the dialogue then, for its reward will be None.
     """
     worst, best = (_gate(variants, case) for case in _cases(variants, verdicts, dependence))
@@ -296,6 +301,8 @@ def goes_on(variants: Sequence[Turn], verdicts: Sequence[TurnVerdicts], *, depen
 
 def reward(checklist: Checklist, turns: Sequence[Sequence[TurnVerdicts]], *, dependence: bool = False) -> float | None:
     """The reward of a dialogue, 0 to 1; None if it hangs on an unknown verdict.
+
+    Checklist reward: R = sum_l S_l / L, over the L user turns of the reference
 
     turns: the verdicts of each completed user turn, [turn][variant][step][item]. A turn that was cut off is left out
     and scores 0, as do all turns behind a gate that closed.

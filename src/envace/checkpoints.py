@@ -55,8 +55,11 @@ class Stateful(Protocol):
 class Shards(Protocol):
     """The part of a policy that checkpoints need."""
 
-    rank: int
-    world_size: int
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
 
     def save_state(self, folder: Path) -> None: ...
 

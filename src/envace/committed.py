@@ -1,7 +1,7 @@
 """Evaluation with private rehearsal: every rehearsal first, then a real environment and one execution of each run.
 
-What is done here is evaluate.py's with rehearsal.mode other than none: x -> m_x by `envace.rehearsal`, then
-a_t ~ pi(. | x, m_x, what really happened).
+What is done here is evaluate.py's with rehearsal.mode other than none: a memory by `envace.rehearsal`, then the one
+execution that sees it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,10 @@ def rehearse_and_execute(
     *,
     on_done: Callable[[int], object] = lambda n: None,
 ) -> Runs:
-    """eval.samples runs of each task. rehearsing: the team that rehearses; `team` itself, or one of its own."""
+    """eval.samples runs of each task. rehearsing: the team that rehearses; `team` itself, or one of its own.
+
+    Committed execution: a_k ~ pi(. | x, m_x, h_k), where h_k holds what was really observed
+    """
     runs = team.lead.share(repeated(tasks, config.eval.samples))
     together = config.rollout.batch_size
     rehearser = rehearser_of(config, rehearsing.lead.chat, rehearsing.writers[Role.REHEARSE].name)
@@ -166,7 +169,7 @@ def judged(rehearsals: list[Rehearsal], reward: str) -> dict[str, float]:
     spoken = [r for r in rehearsals if r.trajectory.status is Status.FINISHED and r.verdict is not None]
     return {
         "rehearsed_success": success(trajectories),
-        "called_good": mean_or_nan([float(r.verdict) for r in spoken]),
+        "called_good": mean_or_nan([float(r.verdict is True) for r in spoken]),
         "verdict_accuracy": mean_or_nan([float(r.verdict == r.trajectory.succeeded) for r in spoken]),
         "broken_off": mean_or_nan([float(t.status is not Status.FINISHED) for t in trajectories]),
         "no_verdict": mean_or_nan([float(r.verdict is None) for r in rehearsals]),

@@ -23,7 +23,7 @@ from functools import cache
 from importlib import metadata
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -50,7 +50,7 @@ def load_config(path: str | None, overrides: list[str]) -> Config:
             origins[key] = source
     if missing := sorted(OmegaConf.missing_keys(config)):
         raise ConfigError(f"{missing[0]} must be set ({path or COMMAND_LINE}): add it or pass {missing[0]}=...")
-    result = OmegaConf.to_object(config)
+    result = cast(Config, OmegaConf.to_object(config))
     validate(result, origins)
     return result
 
@@ -62,8 +62,8 @@ def validate(config: Config, origins: dict[str, str] | None = None) -> None:
         if not holds(value):
             shown = "..." if key in SECRET else value
             raise ConfigError(f"{key}={shown} ({(origins or {}).get(key, 'default')}): {advice}")
-    for key, holds, advice in COMBINATIONS:
-        if not holds(config):
+    for key, is_met, advice in COMBINATIONS:
+        if not is_met(config):
             raise ConfigError(f"{key}={attrgetter(key)(config)} ({(origins or {}).get(key, 'default')}): {advice}")
 
 
@@ -168,8 +168,9 @@ def _expected(kind: Any) -> str:
     return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
-def _reason(error: yaml.YAMLError | OmegaConfBaseException) -> str:
-    return error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error).partition("\n")[0]
+def _reason(error: Exception) -> str:
+    problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else None
+    return problem or str(error).partition("\n")[0]
 
 
 def _rules_by_type() -> Iterator[Rule]:
@@ -196,9 +197,10 @@ def _read(path: Path, heirs: tuple[Path, ...] = ()) -> list[tuple[str, dict[Any,
         root = yaml.compose(text, yaml.SafeLoader)
         if not isinstance(root, yaml.MappingNode | None):  # OmegaConf would take a lone word for a key
             raise ConfigError(f"{path}: expected a mapping of keys to values, such as 'seed: 0'")
-        settings = OmegaConf.to_container(OmegaConf.load(io.BytesIO(text)))
+        settings = cast(dict[Any, Any], OmegaConf.to_container(OmegaConf.load(io.BytesIO(text))))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        line = f", line {error.problem_mark.line + 1}" if isinstance(error, yaml.MarkedYAMLError) else ""
+        mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+        line = f", line {mark.line + 1}" if mark else ""
         raise ConfigError(f"{path}{line}: invalid YAML, {_reason(error)}") from None
     base = settings.pop("inherits", None)
     if base is not None and not isinstance(base, str):
@@ -212,7 +214,7 @@ def _parse(override: str) -> tuple[str, dict[Any, Any]]:
     if not equals:
         raise ConfigError(f"'{key}' has no '=' ({COMMAND_LINE}): write key=value; did you mean {nearest(key)}?")
     try:
-        return COMMAND_LINE, OmegaConf.to_container(OmegaConf.from_dotlist([override]))
+        return COMMAND_LINE, cast(dict[Any, Any], OmegaConf.to_container(OmegaConf.from_dotlist([override])))
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeError) as error:
         raise ConfigError(f"{key}={value} ({COMMAND_LINE}): invalid YAML, {_reason(error)}") from None
 

@@ -38,7 +38,8 @@ Dialogue = tuple[Task, list[dict[str, Any]]]  # a recorded one: what it is about
 class Source(Protocol):
     """What training and evaluation need to know about a set of tasks."""
 
-    counter: CountsCalls
+    @property
+    def counter(self) -> CountsCalls: ...
 
     def build_embedded_model(self, path: Path, seed: int) -> None: ...
 
@@ -58,7 +59,7 @@ class ExecutableSource(Source, Protocol):
     def reaches_right_state(self, trajectory: Trajectory) -> bool: ...
 
 
-SOURCES = {"demo": DemoSource, "cm2": CM2Source}
+SOURCES: dict[str, Callable[[Config], Source]] = {"demo": DemoSource, "cm2": CM2Source}
 
 
 def open_source(config: Config) -> Source:
@@ -96,7 +97,8 @@ class Sampler:
         self.seed = seed
         self.data = content_hash([len(items), *ids])
         self.drawn = 0
-        self._epoch, self._order = -1, []
+        self._epoch = -1
+        self._order: list[int] = []
 
     def state_dict(self) -> dict[str, Any]:
         return {"drawn": self.drawn, "data": self.data}

@@ -16,7 +16,6 @@ The API key is read from the environment and stands in no config, log line, erro
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
 import math
@@ -194,7 +193,8 @@ class ChatClient:
 
     async def _ask(self, request: dict[str, Any], key: str, read: Callable[[str], Answer | None]) -> Answer | None:
         tried: Counter[str] = Counter()  # by endpoint
-        for attempt in itertools.count():
+        attempt = 0
+        while True:
             outcome = await self._send(request, key, read, tried)
             if not isinstance(outcome, _Failure):
                 return outcome
@@ -209,6 +209,7 @@ class ChatClient:
                 return None
             self._counts[f"retries_{outcome.cause}"] += 1
             await asyncio.sleep(min(_backoff(attempt), self._outage.remaining(time.monotonic())))
+            attempt += 1
 
     def _waits_for(self, failure: _Failure) -> bool:
         """Whether it is the service that fails and not the question. Raises EndpointOutage if it has for too long."""

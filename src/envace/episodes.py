@@ -85,6 +85,10 @@ def episode(
 ) -> Steps[Trajectory]:
     """Unfold one trajectory: for each scripted user turn, ACT and the environment alternate until ACT answers.
 
+    Rollout factorisation, where the environment is the policy in the role REHEARSE:
+
+        pi(tau | x) = prod_k pi(a_k | x, h_k) * prod_j pi(o_kj | x, h_k, a_k, o_k1..o_k(j-1))
+
     end_turn: called after each answer; tells whether the next user turn comes.
     memory: see `begin`. act: how each of ACT's outputs comes about.
     """
@@ -195,7 +199,7 @@ def gather(episodes: Iterable[Steps[Result]]) -> Steps[list[Result]]:
     depend on how quick a service is.
     """
     live = list(episodes)
-    results: list[Result | None] = [None] * len(live)
+    results: dict[int, Result] = {}
     pending: dict[int, list[Request]] = {}
     waiting: dict[int, Wait] = {}
 
@@ -205,7 +209,10 @@ def gather(episodes: Iterable[Steps[Result]]) -> Steps[list[Result]]:
         except StopIteration as stop:
             results[i] = stop.value
         else:
-            (waiting if isinstance(asked, Wait) else pending)[i] = asked
+            if isinstance(asked, Wait):
+                waiting[i] = asked
+            else:
+                pending[i] = asked
 
     try:
         for i in range(len(live)):
@@ -223,19 +230,24 @@ def gather(episodes: Iterable[Steps[Result]]) -> Steps[list[Result]]:
     finally:  # an error in one ends the others too, and each closes its streams
         for one in live:
             one.close()
-    return results
+    return [results[i] for i in range(len(live))]
 
 
 def drive(steps: Steps[Result], generate: Generate) -> Result:
-    """Run a coroutine to its end with `generate` answering its requests. An error of `generate` closes it."""
+    """Run a coroutine to its end with `generate` answering its requests. An error of `generate` closes it.
+
+    One that waits for a service has to be inside `gather`.
+    """
     completions = None
     with closing(steps):
         while True:
             try:
-                requests = steps.send(completions)
+                asked = steps.send(completions)
             except StopIteration as stop:
                 return stop.value
-            completions = generate(requests)
+            if isinstance(asked, Wait):
+                raise TypeError("only `gather` waits for services")
+            completions = generate(asked)
 
 
 def rollout(
@@ -249,9 +261,11 @@ def rollout(
     samples: int = 1,
     share: Callable[[list[tuple[str, Task]]], list[tuple[str, Task]]] = list,
     batch_size: int = 128,
-    on_done: Callable[[int], None] = lambda n: None,
+    on_done: Callable[[int], object] = lambda n: None,
 ) -> list[Trajectory]:
     """`samples` trajectories of each task, those of one task adjacent and in one group.
+
+    Group of rollouts: tau_1..tau_K ~ pi(. | x), for each x of the batch
 
     share: picks those that this process unfolds, as (group_id, task); a group may be divided.
     batch_size, on_done: as in `in_batches`.
@@ -277,7 +291,7 @@ def in_batches(
     generate: Generate,
     *,
     batch_size: int,
-    on_done: Callable[[int], None] = lambda n: None,
+    on_done: Callable[[int], object] = lambda n: None,
 ) -> list[Result]:
     """What `unfold(*item)` comes to for each item, at most `batch_size` of them alive together.
 

@@ -32,7 +32,7 @@ from envace.rewards import REWARDS
 from envace.services import Services
 from envace.settings import Config, SamplingConfig
 from envace.team import Team
-from envace.types import FILTERED, Limits, Role, Status, Task, Trajectory
+from envace.types import FILTERED, Limits, Role, Status, Task, Trajectory, UserError
 
 CONSTANT_RESPONSE = {"ok": True}
 logger = logging.getLogger("envace")
@@ -43,18 +43,23 @@ def environment_factory(
 ) -> Callable[[Task], Environment]:
     """task -> a fresh environment for one episode. name: as in rollout.environment."""
 
+    def real(task: Task) -> Environment:
+        if not isinstance(source, ExecutableSource):
+            raise UserError("this data has no executable environment: set rollout.environment=rehearsed")
+        return guarded(Real(source.executable(task, purpose)), config, team)
+
     def mixed(task: Task) -> Environment:
         # Drawn from torch's random state, which checkpoints restore.
         shares = config.rollout.mixture
         index = int(torch.multinomial(torch.tensor(list(shares.values())), 1))
         return factories[list(shares)[index]](task)
 
-    factories = {
+    factories: dict[str, Callable[[Task], Environment]] = {
         "rehearsed": lambda task: rehearsed(config, team.writers[Role.REHEARSE].name),
         "simulated": lambda task: simulated(config, services),
         "recorded": lambda task: Recorded(Constant(not_recorded_error())),
         "constant": lambda task: Constant(CONSTANT_RESPONSE),
-        "real": lambda task: guarded(Real(source.executable(task, purpose)), config, team),
+        "real": real,
         "mixed": mixed,
     }
     return factories[name]
@@ -268,7 +273,10 @@ def known_pairs(after: list[float | None], before: list[float | None]) -> tuple[
 
 
 def imagination_gap(real: list[Trajectory], rehearsed: list[Trajectory], samples: int) -> float:
-    """Rehearsed minus real success over the tasks known in both; NaN if there is none."""
+    """Imagination gap: gap = rehearsed success - real success, over the same tasks
+
+    Those known in both; NaN if there is none.
+    """
     imagined, happened = known_pairs(success_by_task(rehearsed, samples), success_by_task(real, samples))
     return mean_or_nan(imagined) - mean_or_nan(happened)
 

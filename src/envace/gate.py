@@ -130,7 +130,8 @@ class Gate:
     def _decide(self, call: ToolCall, prediction: Prediction) -> Decision:
         if self.settings.mode == "ask":
             # Not anything that is true: a coroutine, say, has not answered.
-            return Decision.APPROVED if self.ask(call, prediction) is True else Decision.DECLINED
+            is_approved = self.ask is not None and self.ask(call, prediction) is True
+            return Decision.APPROVED if is_approved else Decision.DECLINED
         blocks = self.settings.mode == "block" and prediction.status is not CallStatus.SUCCESS
         return Decision.BLOCKED if blocks else Decision.EXECUTED
 

@@ -237,6 +237,7 @@ class _LogprobRecorder(LogitsProcessor):
 
     def finish(self, output: Tensor) -> Tensor:
         """(rows, new tokens)"""
+        assert self._last is not None, "nothing was sampled"
         return torch.cat([*self.logprobs, self._last.gather(1, output[:, -1:])], 1)
 
 

@@ -23,6 +23,7 @@ class RoomyLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
             self._buffers: tuple[Tensor, Tensor] | None = None
+        assert self.keys is not None and self.values is not None  # as lazy_initialization left them
         held = self.keys.shape[2]
         total = held + key_states.shape[2]
         # `crop` leaves views of the buffers behind; what selects rows makes tensors of its own.

@@ -74,8 +74,8 @@ def run_workers(command: list[str], variables: dict[str, str]) -> int:
         if launcher is None:
             sys.exit(128 + signal.SIGTERM)
         with suppress(psutil.NoSuchProcess):  # it may just have ended
-            workers = psutil.Process(launcher.pid).children()
-            for process in workers or [launcher]:
+            parent = psutil.Process(launcher.pid)
+            for process in parent.children() or [parent]:
                 process.terminate()
 
     signal.signal(signal.SIGTERM, pass_on)

@@ -31,12 +31,18 @@ def chosen_logprobs(logits: Tensor, chosen: Tensor, temperature: float = 1.0) ->
 
 @torch.no_grad()
 def entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """(..., V) -> (...): entropy in nats of the predicted distributions. A metric, without gradient."""
+    """(..., V) -> (...): entropy in nats of the predicted distributions. A metric, without gradient.
+
+    Entropy: H_t = -sum_v p_v log p_v
+    """
     return torch.special.entr(log_distribution(logits, temperature).exp()).sum(-1)
 
 
 def log_distribution(logits: Tensor, temperature: float) -> Tensor:
-    """(..., V) -> (..., V), in at least float32."""
+    """(..., V) -> (..., V), in at least float32.
+
+    Token log-probability: log pi(y_t | y_<t) = log_softmax(z_t / temperature)[y_t]
+    """
     if not temperature > 0:
         raise ValueError(f"RL needs temperature > 0, not {temperature}: greedy decoding has no log-probabilities")
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -44,28 +50,40 @@ def log_distribution(logits: Tensor, temperature: float) -> Tensor:
 
 
 # Estimators of the reverse KL(pi || ref) from one sampled token: (logprobs, ref_logprobs, ratio) -> KL, all (B, T).
-# With x = ref_logprobs - logprobs, at pi = [.5, .3, .2] and ref = [.2, .3, .5] the exact KL is .2749 and its gradient
+# With d = ref_logprobs - logprobs, at pi = [.5, .3, .2] and ref = [.2, .3, .5] the exact KL is .2749 and its gradient
 # with respect to the logits is [.3207, -.0825, -.2382]. "Gradient" is the expected gradient under pi.
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor) -> Tensor:
-    """-x. Value unbiased; the gradient is zero in expectation, so it is a metric and not a loss."""
+    """KL estimator k1: KL_t = -d
+
+    Value unbiased; the gradient is zero in expectation, so it is a metric and not a loss.
+    """
     return logprobs - ref_logprobs
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor) -> Tensor:
-    """x^2 / 2. Value biased (.2939 in the example); gradient that of the reverse KL while on-policy."""
+    """KL estimator k2: KL_t = d^2 / 2
+
+    Value biased (.2939 in the example); gradient that of the reverse KL while on-policy.
+    """
     return (ref_logprobs - logprobs) ** 2 / 2
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor) -> Tensor:
-    """exp(x) - x - 1 >= 0, the usual GRPO term. Value unbiased; gradient that of KL(ref || pi): [.3, 0, -.3]."""
+    """KL estimator k3: KL_t = exp(d) - d - 1
+
+    Never negative; the usual GRPO term. Value unbiased; gradient that of KL(ref || pi): [.3, 0, -.3].
+    """
     log_ratio = ref_logprobs - logprobs
     return torch.expm1(log_ratio) - log_ratio
 
 
 def k3_ratio(logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor) -> Tensor:
-    """ratio * k3. Value and gradient unbiased, also when the tokens were sampled from the old policy."""
+    """KL estimator k3_ratio: KL_t = ratio_t * (exp(d) - d - 1)
+
+    Value and gradient unbiased, also when the tokens were sampled from the old policy.
+    """
     return ratio * k3(logprobs, ref_logprobs, ratio)
 
 
@@ -87,9 +105,11 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped surrogate with a KL penalty. All tensors (B, T); gradient reaches `logprobs` only.
 
-        ratio     = exp(logprobs - old_logprobs)
-        per_token = -min(ratio * A, clip(ratio, 1 - clip_eps_low, 1 + clip_eps_high) * A) + kl_coef * KL(pi || ref)
-        loss      = sum(mask * per_token) / denominator
+    Clipped loss, with w_t of `mask`, W of `denominator` and the l_t of one token:
+
+        ratio_t = exp(log pi(y_t) - log pi_old(y_t))
+        l_t = -min(ratio_t * A, clip(ratio_t, 1 - eps_low, 1 + eps_high) * A) + kl_coef * KL_t
+        loss = sum_t w_t * l_t / W
 
     old_logprobs: None means on-policy: ratio is 1 and still carries the gradient.
     ref_logprobs: may be None when kl_coef is 0.
@@ -135,7 +155,10 @@ def policy_loss(
 
 
 def sft_loss(logprobs: Tensor, mask: Tensor, *, denominator: Tensor | float | None = None) -> Tensor:
-    """(B, T), (B, T) -> scalar: sum(mask * -logprobs) / denominator; mask and denominator as in `policy_loss`."""
+    """(B, T), (B, T) -> scalar; mask and denominator as in `policy_loss`.
+
+    SFT loss: loss = -sum_t m_t * log pi(y_t | y_<t) / sum_t m_t
+    """
     _check_shapes(logprobs=logprobs, mask=mask)
     masked = ~(mask > 0)
     weights = mask.to(logprobs.dtype).masked_fill(masked, 0)

@@ -46,12 +46,13 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     rollout/rounds: ACT outputs with calls. rollout/no_call_share: trajectories that finished without any call.
     """
     known = [t for t in trajectories if t.reward is not None]
-    groups = defaultdict(list)
-    for t in known:
-        groups[t.group_id].append(t.reward)
+    groups: dict[str, list[float]] = defaultdict(list)
+    for t in trajectories:
+        if t.reward is not None:
+            groups[t.group_id].append(t.reward)
     comparable = [rewards for rewards in groups.values() if len(rewards) >= 2]
     metrics = {
-        "reward/mean": _mean(t.reward for t in known),
+        "reward/mean": _mean(reward for rewards in groups.values() for reward in rewards),
         "reward/success": _mean(t.succeeded for t in known),
         "reward/unknown_share": _mean(t.reward is None for t in trajectories),
         "reward/filtered_share": _mean(t.is_filtered for t in trajectories),
@@ -78,7 +79,7 @@ def advantage_metrics(advantages: Tensor, role_ids: Tensor) -> dict[str, float]:
     """(N,), (N,), one entry an output -> advantage/<role>_{count, mean, std, abs_max}. std divides by the count."""
     if advantages.dim() != 1 or advantages.shape != role_ids.shape:
         raise ValueError(f"both must be (N,): advantages {tuple(advantages.shape)}, role_ids {tuple(role_ids.shape)}")
-    metrics = {}
+    metrics: dict[str, float] = {}
     for name, role in ROLES.items():
         values = advantages[role_ids == int(role)].double()
         metrics |= {
@@ -105,6 +106,10 @@ def rehearsal_fidelity(
 ) -> dict[int, tuple[int, int]]:
     """{interaction round: (equal, total) fields}: the responses the agent saw against those of a real environment.
 
+    Rehearsal fidelity, of which these are numerator and denominator:
+
+        fidelity_k = equal fields / all fields, of the responses in round k and the real ones to the same calls
+
     Only responses that were rehearsed or simulated count: an error of a schema check is nobody's imagination.
     execute_for: gives a fresh world for a task. The calls of one trajectory run in it in their order, so a later
     response is compared with what the real world says after the earlier calls. Rounds without a call are left out.
@@ -125,7 +130,8 @@ def rehearsal_fidelity(
 
 def fidelity_shares(counts: Iterable[tuple[int, tuple[int, int]]]) -> dict[int, float]:
     """(round, (equal, total)) pairs, pooled by round -> {round: share of equal fields}; NaN without any field."""
-    equal, total = defaultdict(int), defaultdict(int)
+    equal: Counter[int] = Counter()
+    total: Counter[int] = Counter()
     for number, (same, all_fields) in counts:
         equal[number] += same
         total[number] += all_fields
@@ -235,7 +241,9 @@ def t_interval(values: list[float]) -> tuple[float, float] | None:
 
 
 def pass_hat_k(rewards_by_task: Mapping[str, Sequence[float]], k: int) -> float:
-    """pass^k: how likely k trials of a task all succeed; mean over tasks of C(c, k) / C(n, k), c of n trials right.
+    """How likely k trials of a task all succeed.
+
+    Pass^k: pass^k = mean over tasks of C(c, k) / C(n, k), c of n trials right
 
     Tasks with fewer than k trials are left out.
     """

@@ -327,7 +327,9 @@ class Policy:
         return rows_to_batch(rows, self.chat.pad_id)
 
     def _to_device(self, batch: Batch) -> Batch:
-        moved = {name: value.to(self.device) for name, value in vars(batch).items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {
+            name: value.to(self.device) for name, value in vars(batch).items() if isinstance(value, Tensor)
+        }
         return replace(batch, **moved)
 
     def accumulating(self, batches: list[Batch]) -> Iterator[Batch]:
@@ -358,6 +360,8 @@ class Policy:
         know the same norm. Without any backward pass since the last step nothing happens.
         """
         accumulated, self._accumulated = self._accumulated, False
+        if self.optimizer is None:
+            raise RuntimeError("prepare_training comes before step")
         if self.is_sharded and not accumulated:  # DeepSpeed would look for gradients
             return {"grad_norm": 0.0, "skipped": 0.0}
         for group in self.optimizer.param_groups:
@@ -446,7 +450,9 @@ class Policy:
 def learning_rate(step: int, *, steps: int, peak: float, warmup: float, schedule: str) -> float:
     """The rate of optimizer step `step` (from 0): linear to `peak` over warmup * steps, then cosine to 0 or constant.
 
-    The k-th of w warm-up steps runs at peak * k / w, so no step runs at 0.
+    Learning rate: lr_s = peak * (s + 1) / S_w for s < S_w, then peak, or from there half a cosine from peak to 0
+
+    So no step of the warm-up runs at 0.
     """
     warmup_steps = round(warmup * steps)
     if step < warmup_steps:
@@ -554,7 +560,7 @@ def _load(config: ModelConfig) -> tuple[Any, Any]:
     is_adapter = (Path(config.path) / ADAPTER_CONFIG).exists()
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.path, **options)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             PeftConfig.from_pretrained(config.path).base_model_name_or_path if is_adapter else config.path,
             dtype=getattr(torch, config.dtype),
             attn_implementation=config.attn_implementation,
@@ -603,7 +609,7 @@ def _with_adapter(lm: Any, model: ModelConfig, lora: LoraSettings) -> Any:
             return get_peft_model(lm, config, adapter_name=ADAPTER)
         except ValueError as e:
             raise LoadError(f"policy.lora.targets={targets}: {first_line(e)}") from e
-    saved = lm.peft_config[ADAPTER]
+    saved: Any = lm.peft_config[ADAPTER]
     if (saved.r, saved.lora_alpha) != (lora.r, lora.alpha):
         raise LoadError(
             f"model.path {model.path!r} is an adapter with r={saved.r}, alpha={saved.lora_alpha}, and policy.lora has "

@@ -1,9 +1,9 @@
 """Private rehearsal at test time: imagine whole trajectories, judge them, keep a memory, then act once.
 
-    rehearsals   tau_1..N ~ pi(. | x), ACT and REHEARSE in turn as in training; user turns after the first are imagined
-    evaluations  e_n ~ pi(. | tau_n, "was it right?"): what went wrong, how to fix it
-    memory       m_x: one text of bounded length out of (tau_n, e_n)
-    committed    a_t ~ pi(. | x, m_x, what really happened)
+    rehearsals   whole trajectories, ACT and REHEARSE in turn as in training; user turns after the first are imagined
+    evaluations  of each by the policy itself: what went wrong, how to fix it
+    memory       one text of bounded length out of both
+    committed    the one execution, which sees the memory; see `envace.committed`
 
 | mode       | rehearsals                                                                                      |
 | parallel   | N, independent of each other, generated together                                                |
@@ -161,6 +161,8 @@ class Rehearser:
     def evaluate(self, trajectory: Trajectory) -> Steps[str]:
         """What went wrong and how to fix it, as the policy answers when it is asked behind the rehearsal.
 
+        Self-evaluation: e_n ~ pi(. | x, tau_n, "was it right?")
+
         "" if it does not come to an end of its answer: that is no verdict on a rehearsal that did.
         """
         if trajectory.status is not Status.FINISHED:
@@ -175,6 +177,8 @@ class Rehearser:
 
     def condense(self, rehearsals: list[Rehearsal], *, in_full: bool = False) -> Memory:
         """What is worth remembering, in at most `memory_tokens` tokens; a note is there whole or not at all.
+
+        Rehearsal memory: m_x = condense((tau_1, e_1), ..., (tau_N, e_N)), of at most rehearsal.memory_tokens tokens
 
         Rehearsals that went alike share a note. Where there is not enough room, notes without a readable verdict leave
         first, and of equally useful ones the oldest. in_full: notes tell the imagined responses too.
@@ -236,10 +240,12 @@ class Rehearser:
 
 
 def parallel(rehearser: Rehearser, task: Task) -> Steps[list[Rehearsal]]:
+    """Parallel rehearsal: tau_1..tau_N ~ pi(. | x), independent of each other"""
     return gather([rehearser.rehearse(task) for _ in range(rehearser.settings.n)])
 
 
 def sequential(rehearser: Rehearser, task: Task) -> Steps[list[Rehearsal]]:
+    """Sequential rehearsal: tau_n ~ pi(. | x, m(tau_1, e_1, ..., tau_(n-1), e_(n-1)))"""
     rehearsals: list[Rehearsal] = []
     for _ in range(rehearser.settings.n):
         earlier = rehearser.condense(rehearsals, in_full=True).text
@@ -288,7 +294,7 @@ def all_of_them(rehearsals: list[Rehearsal]) -> list[Rehearsal]:
 def agreement(rehearsals: list[Rehearsal]) -> list[Rehearsal]:
     """Those with the calls that most of them make; of equally many the ones that came first."""
     votes = Counter(rehearsal.plan for rehearsal in rehearsals)
-    return [r for r in rehearsals if r.plan == max(votes, key=votes.get)]
+    return [r for r in rehearsals if r.plan == votes.most_common(1)[0][0]]
 
 
 SELECTIONS = {"all": all_of_them, "agreement": agreement}

@@ -69,7 +69,10 @@ class Unseen(LookupError):
 
 
 def score(trajectory: Trajectory) -> tuple[float | None, dict[str, float]]:
-    """(reward, parts). reward is 1.0 if all parts are 1, else 0.0; None if a service fault left it unknown."""
+    """(reward, parts). reward is 1.0 if all parts are 1, else 0.0; None if a service fault left it unknown.
+
+    Task success: R = [finished] * [reads] * [writes] * [answers]
+    """
     if trajectory.status is Status.FAULT:
         return None, {}
     parts = {"finished": 0.0, "reads": 0.0, "writes": 0.0, "answers": 0.0}

@@ -112,7 +112,8 @@ RULES: list[Rule] = [  # key, what its value must satisfy, what to change
         ]
     ),
 ]
-COMBINATIONS: list[tuple[str, Callable[[Config], bool], str]] = [  # a key, what must hold of the whole, what to change
+# A key, what must hold of the whole (anything that is true will do), what to change.
+COMBINATIONS: list[tuple[str, Callable[[Config], object], str]] = [
     (
         "rollout.environment",
         lambda c: c.rollout.environment in ("rehearsed", "mixed") or c.rl.role_weights.get("act", 0) > 0,

@@ -130,7 +130,7 @@ class Tracker:
         work: something of known length to iterate over, or a total that the caller advances with `update(n)`.
         """
         total = work if isinstance(work, int) else len(work)
-        settings = {"total": total, "desc": label, "disable": not self.enabled}
+        settings: dict[str, Any] = {"total": total, "desc": label, "disable": not self.enabled}
         if sys.stderr.isatty():
             settings |= {"leave": False, "dynamic_ncols": True}
         else:

@@ -297,8 +297,8 @@ class Completion:
 
 Result = TypeVar("Result")
 # A coroutine that asks for completions; whoever drives it decides how they are batched. In an episode that `gather`
-# drives it may also wait for a service.
-Steps = Generator["list[Request] | Wait", list[Completion] | None, Result]
+# drives it may also wait for a service. It is sent the list[Completion]; None to begin it, and behind a Wait.
+Steps = Generator["list[Request] | Wait", Any, Result]
 Generate = Callable[[list[Request]], list[Completion]]
 
 

@@ -178,7 +178,10 @@ def plan(seeds: int, *, quick: bool = False, only: tuple[str, ...] = ()) -> list
 
 def with_warm_ups(runs: list[Run]) -> list[Run | WarmUp]:
     """The runs in their order, each behind what it needs; none twice."""
-    return list(dict.fromkeys(work for run in runs for work in (*run.needs, run)))
+    works: list[Run | WarmUp] = []
+    for run in runs:
+        works += [*run.needs, run]
+    return list(dict.fromkeys(works))
 
 
 def recorded(quick: bool) -> list[Run]:

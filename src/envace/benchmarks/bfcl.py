@@ -49,8 +49,8 @@ MESSAGE_CHARS = 200
 class BFCL:
     name = "bfcl"
     served_as = MODEL
-    parts = (*NON_LIVE, *LIVE, "live_relevance", *IRRELEVANCE, *MULTI_TURN, *AGENTIC)
-    default_parts = tuple(part for part in parts if part not in AGENTIC)
+    parts: tuple[str, ...] = (*NON_LIVE, *LIVE, "live_relevance", *IRRELEVANCE, *MULTI_TURN, *AGENTIC)
+    default_parts: tuple[str, ...] = tuple(part for part in parts if part not in AGENTIC)
 
     def version(self, home: Path) -> str:
         found = metadata.distributions(name="bfcl-eval", path=[str(path) for path in site_packages(home)])

@@ -46,8 +46,8 @@ Say = Callable[[list[Message]], Message]  # what the model answers after a histo
 class FinMCP:
     name = "finmcp"
     served_as = ""
-    parts = PARTS
-    default_parts = PARTS
+    parts: tuple[str, ...] = PARTS
+    default_parts: tuple[str, ...] = PARTS
 
     def version(self, home: Path) -> str:
         if not is_set_up(home, self.name):
@@ -325,7 +325,7 @@ def part_of(metrics: dict[str, Any] | None, about: dict[str, Any]) -> Part:
 
 
 def aggregates(metrics: dict[str, Any]) -> dict[str, float]:
-    found = {}
+    found: dict[str, float] = {}
     for mean in ("micro", "macro"):
         tp, tr = 100 * metrics[f"{mean}_Precision"], 100 * metrics[f"{mean}_Recall"]
         tf1 = 2 * tp * tr / (tp + tr) if tp + tr else 0.0

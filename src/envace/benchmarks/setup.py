@@ -141,7 +141,7 @@ def set_up(name: str, home: Path, source: Path | None = None) -> None:
     if stamp.exists() and stamp.read_text(encoding="utf-8") == json.dumps({"sha256": wanted}):
         logger.info("%s is set up in %s", name, folder)
         return
-    if source:
+    if source and checkout:
         check_source(checkout, source)
     home.mkdir(parents=True, exist_ok=True)
     log = home / f"{name}-setup.log"

@@ -42,8 +42,8 @@ UNREADABLE = ("JSONDecodeError", "ValidationError")
 class Tau2:
     name = "tau2"
     served_as = ""
-    parts = PARTS
-    default_parts = PARTS
+    parts: tuple[str, ...] = PARTS
+    default_parts: tuple[str, ...] = PARTS
 
     def version(self, home: Path) -> str:
         site_packages = (home / "tau2" / "lib").glob("python3*/site-packages")

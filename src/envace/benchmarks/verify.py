@@ -106,7 +106,11 @@ def verify(benchmark: str, mode: str, parts: tuple[str, ...], tasks: int, home: 
 
 def own_settings(benchmark: str, home: Path) -> dict[str, Any]:
     """Which tasks, where there is a choice: those that every copy of a repository has."""
-    return {"vita": {"bench.language": "english"}, "finmcp": {"bench.data": home / DEMO}}.get(benchmark, {})
+    own: dict[str, dict[str, Any]] = {
+        "vita": {"bench.language": "english"},
+        "finmcp": {"bench.data": home / DEMO},
+    }
+    return own.get(benchmark, {})
 
 
 def groups(benchmark: str, mode: str) -> list[tuple[str, ...]]:
@@ -124,7 +128,8 @@ def check(benchmark: str, mode: str, name: str, part: dict[str, Any], tasks: int
 
 
 def report(checks: list[Check]) -> str:
-    rows = [("mode", "part", "right", "expected", "tasks", "of", "faults", "as expected"), ("---",) * 8]
+    head = ("mode", "part", "right", "expected", "tasks", "of", "faults", "as expected")
+    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
     rows += [
         (c.mode, c.part, *(f"{number:g}" for number in (c.right, c.expected, c.tasks, c.wanted, c.faults)), verdict)
         for c in checks

@@ -59,8 +59,8 @@ class Models:
 class Vita:
     name = "vita"
     served_as = ""
-    parts = PARTS
-    default_parts = PARTS
+    parts: tuple[str, ...] = PARTS
+    default_parts: tuple[str, ...] = PARTS
 
     def version(self, home: Path) -> str:
         if not is_set_up(home, self.name):
@@ -76,11 +76,12 @@ class Vita:
         data = {part: existing_file(Path(bench.home), part, bench.language) for part in parts}
         with serving_models(trial) as models:
             found = {part: run_part(trial, part, path, models) for part, path in data.items()}
-        missing = [part for part in PARTS if part not in found]
-        tasks = sum(part.tasks for part in found.values())
+        scores = {name: part.score for name, part in found.items() if part.score is not None}
+        missing = [part for part in PARTS if part not in scores]
+        tasks = sum(found[name].tasks for name in scores)
         overall = {
-            "macro": sum(part.score for part in found.values()) / len(found),
-            "weighted": sum(part.score * part.tasks for part in found.values()) / tasks,
+            "macro": sum(scores.values()) / len(scores),
+            "weighted": sum(score * found[name].tasks for name, score in scores.items()) / tasks,
         }
         return Outcome(found, {} if missing else overall, missing)
 
@@ -185,7 +186,7 @@ def run_tasks(trial: Trial, part: str, tasks: list[str], models: Models) -> None
 
 def read_done(folder: Path, part: str) -> dict[str, dict[str, Any]]:
     """The finished runs of a part, by task. A file that was being written when the run was cut off is left out."""
-    done = {}
+    done: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob(f"{part}-*.json")):
         try:
             runs = json.loads(path.read_text(encoding="utf-8"))["simulations"]

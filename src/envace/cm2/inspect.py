@@ -12,7 +12,7 @@ import argparse
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from textwrap import fill
 from typing import Any
@@ -115,7 +115,8 @@ def report(path: str, schema: str | None = None, tokenizer: str | None = None) -
     if schema is None:
         first = next((row for _, _, row in read_rows(path)), None)
         schema = "rl" if isinstance(first, dict) and "extra_info" in first else "sft"
-    records, problems = {"rl": load_rl, "sft": load_sft}[schema](path)
+    loaders: dict[str, Callable[[str], tuple[list[Any], list[Problem]]]] = {"rl": load_rl, "sft": load_sft}
+    records, problems = loaders[schema](path)
     counter = None
     if tokenizer is not None:
         from transformers import AutoTokenizer  # slow to import, and only token counts need it

@@ -198,7 +198,8 @@ def _split_thought(content: str, where: str) -> tuple[str | None, str]:
 
 def in_order(messages: list[Message], where: str) -> list[Message]:
     """The messages, if each stands in its place and every call has its response."""
-    allowed, open_calls = ("system", "user"), 0
+    allowed: tuple[str, ...] = ("system", "user")
+    open_calls = 0
     for message in messages:
         if message.role not in allowed:
             missing = f" ({open_calls} responses are missing)" if open_calls else ""

@@ -36,7 +36,7 @@ from envace.metrics import bootstrap_ci
 from envace.report.figures import learning_curve, markdown_table
 from envace.settings import Config
 from envace.tracking import setup_logging
-from envace.types import Generate
+from envace.types import Generate, Result
 
 CONFIG = "configs/demo.yaml"
 SET_HERE = ("seed=", "data.seed=", "model.", "eval.samples=")
@@ -49,7 +49,7 @@ class Clock:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
 
-    def timed(self, stage: str, function, *arguments):
+    def timed(self, stage: str, function: Callable[..., Result], *arguments: Any) -> Result:
         started = time.perf_counter()
         result = function(*arguments)
         self.seconds[stage] += time.perf_counter() - started

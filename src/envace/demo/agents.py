@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 
 from envace.chat import ChatFormat
 from envace.demo.desk import DAYS, TIERS, TOOLS, TOPICS
@@ -33,7 +34,7 @@ def call_at_random(chat: ChatFormat, seed: int) -> Generate:
     return _scripted(chat, write)
 
 
-def _scripted(chat: ChatFormat, write) -> Generate:
+def _scripted(chat: ChatFormat, write: Callable[[str], str]) -> Generate:
     def generate(requests: list[Request]) -> list[Completion]:
         completions = []
         for request in requests:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from jsonschema import Draft202012Validator
@@ -121,7 +122,7 @@ class Desk:
         return {**ticket, "opened": True}
 
 
-_WRITES = {
+_WRITES: dict[str, Callable[..., dict[str, Any]]] = {
     "cancel_order": Desk._cancel_order,
     "refund_order": Desk._refund_order,
     "move_order": Desk._move_order,

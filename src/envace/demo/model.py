@@ -109,7 +109,7 @@ def build_tokenizer(dialogues: Iterable[tuple[list[dict[str, Any]], list[dict[st
     texts = (
         piece
         for tools, messages in dialogues
-        for piece in markers.split(template.apply_chat_template(messages, tools=tools, tokenize=False))
+        for piece in markers.split(str(template.apply_chat_template(messages, tools=[*tools], tokenize=False)))
     )
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(

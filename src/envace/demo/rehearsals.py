@@ -44,7 +44,8 @@ def make_rehearsals(n: int, seed: int, counter: CallCounter) -> list[tuple[Task,
 
 
 def _dialogue(task: Task, rng: random.Random, counter: CallCounter, *, rehearsal: bool) -> list[dict[str, Any]]:
-    notes, habit_share = [], HABIT_SHARE
+    notes: list[str] = []
+    habit_share = HABIT_SHARE
     if not rehearsal or rng.random() < WITH_MEMORY:
         notes, has_habit = _memory(task, rng, counter, in_full=rehearsal)
         habit_share = float(has_habit)
@@ -100,7 +101,7 @@ def _renamed(value: Any, ids: dict[str, str]) -> Any:
     """A copy in which every id, also within a text, has its new name."""
     if isinstance(value, str):
         return re.sub(r"\b[A-Z]\d\b", lambda found: ids.get(found[0], found[0]), value)
-    if is_dataclass(value):
+    if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{f.name: _renamed(getattr(value, f.name), ids) for f in fields(value)})
     if isinstance(value, dict):
         return {_renamed(key, ids): _renamed(item, ids) for key, item in value.items()}

@@ -9,9 +9,11 @@ than nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -43,7 +45,7 @@ def variants(results: list[Result]) -> Figure:
     sizes = sorted({size for _, size in [*map(split, printed), *named]})
     places = {(variant, size): 4 * i + j for i, size in enumerate(sizes) for j, variant in enumerate(VARIANTS)}
     figure, [axes] = panels([TAU2], width=2.6 + 2.2 * len(sizes))
-    plot_published(axes, {places[split(name)]: value for name, value in printed.items() if value is not None})
+    plot_published(axes, {places[split(name)]: value for name, value in printed.items()})
     mine = [(places[key] + 0.2, found) for key, runs in named.items() for found in measures_of(runs, TAU2)]
     plot_ours(axes, mine, "ours", 0, joined=False)
     axes.set_xticks(list(places.values()), [f"{variant}\n{size:g}B" for variant, size in places])
@@ -58,7 +60,7 @@ def scaling(results: list[Result]) -> Figure:
     figure, axes = panels([BFCL, TAU2], width=8.4)
     sizes = sorted({*printed, *named})
     for each, (key, measure) in zip(axes, (("bfcl", BFCL), ("tau2", TAU2)), strict=True):
-        plot_published(each, {size: row[key] for size, row in printed.items() if row[key] is not None})
+        plot_published(each, {size: row[key] for size, row in printed.items()})
         mine = [(1.05 * size, found) for size, runs in named.items() for found in measures_of(runs, measure)]
         plot_ours(each, mine, "ours", 0)
         each.set_xscale("log")
@@ -78,7 +80,8 @@ def dynamics(results: list[Result]) -> Figure:
     for each, measure in zip(axes, [TAU2, *more], strict=True):
         for number, series in enumerate(dict.fromkeys(result.series for result in steps)):
             mine = [result for result in steps if result.series == series]
-            points = [(result.step, found) for result in mine if (found := measured(result, measure))]
+            found = [(result.step, measured(result, measure)) for result in mine]
+            points: Points = [(step, one) for step, one in found if step is not None and one is not None]
             plot_ours(each, points, series, number)
         each.set_xlabel("RL step")
         each.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -111,8 +114,8 @@ def plain(results: list[Result]) -> list[Result]:
 
 def split(name: str) -> tuple[str, float]:
     """(variant, size): EnvACE-1.7B is ("EnvACE", 1.7)."""
-    variant, size = VARIANT.fullmatch(name).groups()
-    return variant, float(size)
+    variant, _, size = name.rpartition("-")
+    return variant, float(size.removesuffix("B"))
 
 
 def by_variant(results: list[Result]) -> dict[tuple[str, float], list[Result]]:
@@ -142,15 +145,21 @@ def panels(measures: list[Measure], width: float) -> tuple[Figure, list[Axes]]:
     return figure, axes
 
 
-def plot_published(axes: Axes, points: dict[float, float], label: str = "published", mark: str = "x") -> None:
-    style = {"color": "black", "markersize": 8, "markeredgewidth": 1.8, "linestyle": ""}
-    axes.plot(list(points), list(points.values()), mark, label=label, **style)
+def plot_published(axes: Axes, points: Mapping[float, float | None], label: str = "published", mark: str = "x") -> None:
+    """What is not known is left out."""
+    known = {x: value for x, value in points.items() if value is not None}
+    style: dict[str, Any] = {"color": "black", "markersize": 8, "markeredgewidth": 1.8, "linestyle": ""}
+    axes.plot(list(known), list(known.values()), mark, label=label, **style)
 
 
 def plot_ours(axes: Axes, points: Points, label: str, number: int, *, joined: bool = True) -> None:
     """number: of the line, which gives it its mark and colour."""
     points = sorted(points, key=lambda point: point[0])
-    style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKS[number % len(MARKS)], "linestyle": ""}
+    style: dict[str, Any] = {
+        "color": COLOURS[number % len(COLOURS)],
+        "marker": MARKS[number % len(MARKS)],
+        "linestyle": "",
+    }
     label = printable(label)
     label = label if len(label) <= LONGEST else f"{label[: LONGEST - 1]}…"
     if joined and len(points) > 1:
@@ -168,10 +177,10 @@ def plot_ours(axes: Axes, points: Points, label: str, number: int, *, joined: bo
 
 def with_legend(figure: Figure) -> Figure:
     """One for all panels, beside them; a label that several have stands there once."""
-    found = {}
+    found: dict[str, Artist] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
-    style = {"frameon": False, "fontsize": 9, "title_fontsize": 9, "alignment": "left"}
+    style: dict[str, Any] = {"frameon": False, "fontsize": 9, "title_fontsize": 9, "alignment": "left"}
     figure.legend(found.values(), found.keys(), loc="outside right upper", title="bars: 95% over trials", **style)
     return figure

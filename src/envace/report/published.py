@@ -60,7 +60,7 @@ TABLE_3: dict[Rehearsal, Scores] = {
 FIGURE_3: dict[str, float | None] = {"GRPO-8B": 31.2, "Per-role-8B": 35.5, "GRPO-1.7B": None, "Per-role-1.7B": None}
 
 # tau2-bench by RL step: S2 and S3, which call it rising with fluctuations.
-FIGURE_5: dict[int, float] = {50: 30.0, 470: 36.7}
+FIGURE_5: dict[float, float] = {50: 30.0, 470: 36.7}
 
 NOTES: dict[tuple[int, str | Rehearsal, str], str] = {
     (1, "Qwen3-1.7B", "overall"): "Printed 14.41; the mean of the three is 14.40.",

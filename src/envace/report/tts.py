@@ -12,7 +12,9 @@ from envace.config import versions
 from envace.metrics import bootstrap_ci
 from envace.tracking import without_nan
 
-STYLES = {  # (mode, rehearser): colours of Okabe and Ito's palette, and a mark that needs no colour
+STYLES: dict[
+    tuple[str, str], dict[str, Any]
+] = {  # (mode, rehearser): colours of Okabe and Ito's palette, and a mark that needs no colour
     ("parallel", "rl"): {"color": "#0072B2", "marker": "o"},
     ("parallel", "sft"): {"color": "#56B4E9", "marker": "o", "linestyle": "--"},
     ("sequential", "rl"): {"color": "#D55E00", "marker": "s"},

@@ -19,6 +19,7 @@ from typing import Any
 from fastapi import FastAPI, Response
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from envace.serve.conversations import Conversations
@@ -67,7 +68,7 @@ def create_app(engine: Engine, config: Config, *, key: str = "", metrics: Metric
         model = {"id": engine.model, "object": "model", "created": started, "owned_by": "envace"}
         return json_response({"object": "list", "data": [model]})
 
-    app.router.add_route("/v1/chat/completions", ChatCompletions(engine, config, metrics), methods=["POST"])
+    app.router.routes.append(Route("/v1/chat/completions", ChatCompletions(engine, config, metrics), methods=["POST"]))
     return app
 
 

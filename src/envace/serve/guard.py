@@ -70,7 +70,9 @@ def are_plain(calls: Any, names: Set[str]) -> bool:
 
 def _is_plain(call: Any, names: Set[str]) -> bool:
     function = call.get("function") if isinstance(call, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict):
+        return False
+    name = function.get("name")
     if not isinstance(name, str) or name not in names:
         return False
     arguments = function.get("arguments")

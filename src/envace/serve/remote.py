@@ -23,7 +23,7 @@ from envace.serve.errors import ApiError, backend_error, bad_request, timed_out
 from envace.serve.local import checked_prompt
 from envace.serve.requests import ChatRequest
 from envace.settings import Config
-from envace.types import Completion, Request, Result, Steps, Task, first_line
+from envace.types import Completion, Request, Result, Steps, Task, Wait, first_line
 
 logger = logging.getLogger("envace")
 
@@ -41,13 +41,19 @@ class RemoteEngine:
     ):
         self.config = config
         self.on_retry = on_retry
-        self.chat = chat
+        self._chat = chat
         self.model = config.serve.name or config.serve.backend_model
         self.key = key
         # The deadline of a request is the server's; a failure is the client's to know of at once.
         self.client = AsyncOpenAI(
             api_key=key or "none", base_url=config.serve.backend, timeout=config.serve.timeout, max_retries=0
         )
+
+    @property
+    def chat(self) -> ChatFormat:
+        if self._chat is None:
+            raise ValueError("to rehearse, the chat format of the backend's model is needed")
+        return self._chat
 
     async def complete(self, request: ChatRequest, memory: str) -> dict[str, Any]:
         create = self.client.chat.completions.with_raw_response.create
@@ -91,7 +97,7 @@ class RemoteEngine:
         await self.client.close()
 
     def _passed_on(self, request: ChatRequest, memory: str) -> dict[str, Any]:
-        settings = {
+        settings: dict[str, Any] = {
             "temperature": request.temperature,
             "top_p": request.top_p,
             "stop": list(request.stop),
@@ -202,6 +208,8 @@ async def drive_concurrently(steps: Steps[Result], generate: Callable[[Request],
             requests = steps.send(completions)
         except StopIteration as stop:
             return stop.value
+        if isinstance(requests, Wait):
+            raise TypeError("a rehearsal waits for no service")
         asked = [asyncio.ensure_future(generate(request)) for request in requests]
         try:
             completions = await asyncio.gather(*asked)

@@ -14,7 +14,7 @@ from envace.types import Task, canonical_json
 MAX_STOPS = 4
 # A temperature below this divides logits to infinity; it is as good as greedy, but not asked for as such.
 LEAST_TEMPERATURE = 0.01
-ABSENT = (None, False, 0, "", [], {})
+ABSENT: tuple[Any, ...] = (None, False, 0, "", [], {})
 # What would change the answer and is not done here is refused rather than ignored.
 UNSUPPORTED = (
     *("logprobs", "top_logprobs", "logit_bias", "frequency_penalty", "presence_penalty"),
@@ -190,16 +190,20 @@ def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
                 raise bad_request(f"{where}.tool_call_id names no call of the assistant message before it", where)
             responses.append(message)
             continue
-        read += sorted(responses, key=lambda m, order=order: order[m["tool_call_id"]])
+        read += _in_order(responses, order)
         responses, order = [], {call["id"]: k for k, call in enumerate(message.get("tool_calls", []))}
         read.append(message)
-    return read + sorted(responses, key=lambda m: order[m["tool_call_id"]])
+    return read + _in_order(responses, order)
+
+
+def _in_order(responses: list[dict[str, Any]], order: dict[str, int]) -> list[dict[str, Any]]:
+    return sorted(responses, key=lambda m: order[m["tool_call_id"]])
 
 
 def _text(message: dict[str, Any], where: str) -> str:
     content = message.get("content")
     if isinstance(content, list):
-        parts = [p.get("text") if isinstance(p, dict) and p.get("type") == "text" else None for p in content]
+        parts: list[Any] = [p.get("text") if isinstance(p, dict) and p.get("type") == "text" else None for p in content]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     if not isinstance(content, str):
         raise bad_request(f"{where}.content must be text", where)

@@ -16,6 +16,7 @@ import logging
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, get_args
 
 import evaluate
 import train_rl
@@ -33,7 +34,8 @@ QUICK = (
     *("data.demonstrations=128", "data.rehearsals=128", "data.train_tasks=32", "data.eval_tasks=8", "eval.tasks=4"),
     *("sft.steps=60", "sft.batch_size=8", "rl.steps=2", "rl.prompts_per_step=4", "rl.group_size=4"),
 )
-MODES = ("parallel", "sequential", "candidates")
+Mode = Literal["parallel", "sequential", "candidates"]
+MODES: dict[str, Mode] = {mode: mode for mode in get_args(Mode)}
 ALONE = 5  # tasks that are run one at a time, for the latency
 logger = logging.getLogger("envace")
 
@@ -42,7 +44,7 @@ logger = logging.getLogger("envace")
 class Row:
     """One way to rehearse. rehearser: "rl", the model that executes, or "sft", the one it was trained from."""
 
-    mode: str
+    mode: Mode
     n: int
     rehearser: str = "rl"
     shuffle: bool = False
@@ -86,8 +88,8 @@ def rows_of(modes: list[str], numbers: list[int]) -> list[Row]:
     some = [n for n in numbers if n]
     rows = [Row("parallel", 0)]
     for mode in modes:
-        rows += [Row(mode, n) for n in some]
-        rows += [Row(mode, n, "sft") for n in some if mode != "candidates"]
+        rows += [Row(MODES[mode], n) for n in some]
+        rows += [Row(MODES[mode], n, "sft") for n in some if mode != "candidates"]
     control = [Row("parallel", some[0], shuffle=True)] if some and "parallel" in modes else []
     return rows + control
 

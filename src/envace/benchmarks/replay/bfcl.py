@@ -85,7 +85,7 @@ def fingerprint(functions: list[dict[str, Any]]) -> frozenset[str]:
 def read_golds(data: Path, part: str) -> list[Gold]:
     tasks = read_lines(data / f"BFCL_v4_{part}.json")
     path = data / "possible_answer" / f"BFCL_v4_{part}.json"
-    truths = [entry["ground_truth"] for entry in read_lines(path)] if path.exists() else [None] * len(tasks)
+    truths: list[Any] = [entry["ground_truth"] for entry in read_lines(path)] if path.exists() else [None] * len(tasks)
     golds = []
     for task, truth in zip(tasks, truths, strict=True):
         if part in MULTI_TURN:

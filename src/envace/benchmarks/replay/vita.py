@@ -28,6 +28,7 @@ STOP = Answer("###STOP###")
 DONE = Answer("Done.")
 INSTRUCTIONS = re.compile(r"<instructions>\n\s*(.*?)\s*\n\s*</instructions>", re.S)
 RUBRICS = re.compile(r"<current_rubrics>\s*(.*?)\s*</current_rubrics>", re.S)
+STATUS = re.compile(r"status[:=]([\w-]+)")
 WINDOW = re.compile(r"<window_content>\s*(.*?)\s*</window_content>", re.S)
 # kind -> name of its id, and the tools that pay and cancel it; a reservation costs nothing.
 TOOLS = {
@@ -41,13 +42,13 @@ CHANGED = re.compile(r"(pay|cancel)\w*\([a-z]+_id='(\w+)'\)|instore_(cancel)_\w+
 
 
 class Thing(NamedTuple):
-    """An order, a booking or a reservation. items: (product, how many), sorted. count: of customers."""
+    """An order, a booking or a reservation. items: (product, how many), sorted. customers: how many."""
 
     kind: str
     place: str
     items: tuple[tuple[str, int], ...]
     time: str
-    count: int
+    customers: int
 
 
 @dataclass(frozen=True)
@@ -155,9 +156,9 @@ def creations(record: dict[str, Any], gold: Gold) -> Iterable[ToolCall]:
     thing = thing_of(record)
     where = {"user_id": gold.user, "shop_id": thing.place}
     if thing.kind == "book":
-        yield ToolCall("instore_book", {**where, "time": thing.time, "customer_count": thing.count})
+        yield ToolCall("instore_book", {**where, "time": thing.time, "customer_count": thing.customers})
     elif thing.kind == "reservation":
-        yield ToolCall("instore_reservation", {**where, "time": thing.time, "customer_count": thing.count})
+        yield ToolCall("instore_reservation", {**where, "time": thing.time, "customer_count": thing.customers})
     elif thing.kind == "instore":
         for product, quantity in thing.items:
             arguments = {**where, "product_id": product, "quantity": quantity}
@@ -182,9 +183,17 @@ def verdict(rubrics: list[dict[str, Any]], asked: str, gold: Gold) -> Answer:
     if rubrics[0]["justification"].startswith("{"):
         known = json.loads(rubrics[0]["justification"])
         state |= {key: [read_thing(thing), status] for key, (thing, status) in known.items()}
-    follow(WINDOW.search(asked)[1], state)
+    follow(found(WINDOW, asked), state)
     said = {"justification": json.dumps(state), "meetExpectation": is_expected(gold, state)}
     return Answer(json.dumps([{"rubric_idx": rubric["rubric_idx"], **said} for rubric in rubrics]))
+
+
+def found(pattern: re.Pattern[str], text: str) -> str:
+    """What the pattern's group holds. Raises ScriptError."""
+    match = pattern.search(text)
+    if match is None:
+        raise ScriptError(f"nothing like {pattern.pattern} in what the harness sent")
+    return match[1]
 
 
 def follow(window: str, state: dict[str, list[Any]]) -> None:
@@ -193,19 +202,20 @@ def follow(window: str, state: dict[str, list[Any]]) -> None:
     for message in re.split(r"\n(?=\[\d+\] (?:assistant|user|tool): )", window):
         head, _, text = message.partition(": ")
         if head.endswith("assistant"):
-            found = CHANGED.search(text)
-            changing = (found[1] or found[3], found[2] or found[4]) if found else None
+            change = CHANGED.search(text)
+            changing = (change[1] or change[3], change[2] or change[4]) if change else None
         elif head.endswith("tool"):
             for line in text.splitlines():
                 if created := CREATED.match(line):
-                    state[created[1]] = [shown_thing(line), re.search(r"status[:=]([\w-]+)", line)[1]]
+                    state[created[1]] = [shown_thing(line), found(STATUS, line)]
             if changing and changing[1] in state and not text.startswith("Error"):
                 state[changing[1]][1] = "paid" if changing[0] == "pay" else "cancelled"
 
 
 def is_expected(gold: Gold, state: dict[str, list[Any]]) -> bool:
     """Whether what was there has its expected end, and what is new is there as often as it is expected."""
-    wanted, there = Counter(), Counter()
+    wanted: Counter[tuple[Thing, bool]] = Counter()
+    there: Counter[tuple[Thing, bool]] = Counter()
     for key, record in gold.expected.items():
         if key in gold.before:
             is_cancelled = record["status"] == "cancelled"
