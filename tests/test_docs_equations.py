@@ -76,7 +76,7 @@ def starts_a_line(equation: str, docstring: str) -> bool:
 def test_the_functions_of_the_step_table_exist():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     [table] = re.findall(r"^\| stage \|.*?\n\n", text, re.M | re.S)
-    named = {name for line in table.splitlines()[2:] for name in re.findall(r"`([\w.]+)`", line.split("|")[2])}
+    named = {name for line in table.strip().splitlines()[2:] for name in re.findall(r"`([\w.]+)`", line.split("|")[2])}
     code = "".join(path.read_text(encoding="utf-8") for path in SOURCES)
     functions = {name for _, name in DOCSTRINGS}
     constants = {name for name in named if name.isupper() and f"\n{name} = " in code}
