@@ -7,6 +7,7 @@ A row is one sequence with a loss weight and an advantage for each token. The lo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -149,7 +150,7 @@ def rows_to_batch(rows: list[Row], pad_id: int) -> Batch:
     """Right-padded to the longest row. What is padding follows from lengths: `pad_id` may be a token that occurs."""
     width = max(len(row) for row in rows)
 
-    def padded(columns: list[list], value: float, dtype: torch.dtype) -> Tensor:
+    def padded(columns: list[list[Any]], value: float, dtype: torch.dtype) -> Tensor:
         return torch.tensor([column + [value] * (width - len(column)) for column in columns], dtype=dtype)
 
     attention_mask = padded([[1] * len(row) for row in rows], 0, torch.long)
@@ -170,7 +171,7 @@ def rows_to_packed_batch(rows: list[Row]) -> Batch:
     if any(row.weights[0] for row in rows):
         raise ValueError("the first token of a sequence has nothing that predicts it: it cannot carry weight")
 
-    def joined(columns: list[list], dtype: torch.dtype) -> Tensor:
+    def joined(columns: list[list[Any]], dtype: torch.dtype) -> Tensor:
         return torch.tensor([[value for column in columns for value in column]], dtype=dtype)
 
     return Batch(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import wait
 from contextlib import closing
 from itertools import chain, islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from envace.chat import ChatFormat, parse_action
 from envace.environments import Environment, fail_output, feed_response, write_output
@@ -35,7 +35,7 @@ from envace.types import (
     Wait,
 )
 
-Item = TypeVar("Item", bound=tuple)
+Item = TypeVar("Item", bound=tuple[Any, ...])
 EndTurn = Callable[[Trajectory], Steps[bool]]
 WriteAction = Callable[[Trajectory, ChatFormat, Limits], Steps[str | None]]
 

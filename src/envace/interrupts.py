@@ -4,6 +4,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -20,7 +21,7 @@ def sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def end(process: subprocess.Popen, patience: float) -> None:
+def end(process: subprocess.Popen[Any], patience: float) -> None:
     """Ask a process to end; one that has not after `patience` seconds is killed. A harness waits for its requests."""
     process.terminate()
     try:

@@ -53,6 +53,7 @@ from envace.types import (
     Trajectory,
 )
 
+Note = tuple[tuple[str, ...], str, bool | None]  # what happened in rehearsals that went alike, evaluation, verdict
 VERDICTS = {"good": True, "bad": False}
 
 
@@ -188,7 +189,7 @@ class Rehearser:
         left_out["verify"] = len(rehearsals) - len(fit)
         chosen = SELECTIONS[self.settings.select](fit)
         left_out["select"] = len(fit) - len(chosen)
-        alike = Counter((tuple(events(r, in_full=in_full)), r.evaluation, r.verdict) for r in chosen)
+        alike: Counter[Note] = Counter((tuple(events(r, in_full=in_full)), r.evaluation, r.verdict) for r in chosen)
         notes = list(alike)
         while notes and len(self.chat.literal(text := self._text(notes, alike))) > self.settings.memory_tokens:
             _, dropped = min((notes[i][2] is not None, i) for i in range(len(notes)))
@@ -196,7 +197,7 @@ class Rehearser:
         return Memory(text if notes else "", rehearsals, +left_out)
 
     @staticmethod
-    def _text(notes: list[tuple[tuple[str, ...], str, bool | None]], alike: Counter) -> str:
+    def _text(notes: list[Note], alike: Counter[Note]) -> str:
         lines = [rehearsal_note(alike[note], list(note[0]), note[1]) for note in notes]
         return "\n".join([MEMORY_HEADER, *lines])
 

@@ -124,7 +124,7 @@ class Tracker:
         where = {"stage": self.name, "step": step, "split": split}
         self._append("trajectories.jsonl", [where | trajectory_record(t, self.decode) for t in trajectories[:limit]])
 
-    def progress(self, work: Collection[Any] | int, label: str) -> tqdm:
+    def progress(self, work: Collection[Any] | int, label: str) -> tqdm[Any]:
         """A progress bar, on a terminal; elsewhere a log line at about every tenth of the work.
 
         work: something of known length to iterate over, or a total that the caller advances with `update(n)`.

@@ -306,7 +306,7 @@ Generate = Callable[[list[Request]], list[Completion]]
 class Wait:
     """Go on when `future` is done. is_last: nothing will be generated after that."""
 
-    future: Future
+    future: Future[Any]
     is_last: bool
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -78,7 +79,7 @@ def listening(command: list[str], log: Path) -> Iterator[str]:
         end(process, STOP_SECONDS)
 
 
-def _address(process: subprocess.Popen, log: Path) -> str:
+def _address(process: subprocess.Popen[Any], log: Path) -> str:
     """Where it listens, once it does: however long a model takes to load, either that or its end comes."""
     while True:
         if found := ADDRESS.search(log.read_text(encoding="utf-8", errors="replace")):
