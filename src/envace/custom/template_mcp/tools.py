@@ -1,0 +1,9 @@
+"""What the agent can call: the tools of an MCP server. This is the only file that knows which server."""
+
+from pathlib import Path
+
+from envace.custom.mcp_tools import McpTools, python
+
+SERVER = Path(__file__).parent / "server.py"
+
+TOOLS = McpTools(python(str(SERVER)), reset="reset", state="state")
