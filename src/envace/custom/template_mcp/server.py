@@ -16,7 +16,7 @@ library = Library("", {})
 @server.tool()
 def reset(reader: str, books: dict[str, Any]) -> None:
     """Begin a new world."""
-    library.__init__(reader, books)
+    library.reader, library.books = reader, books
 
 
 @server.tool()
