@@ -13,6 +13,7 @@ protocol is a ServiceFault; a tool's own error is what the agent sees.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import tempfile
 import weakref
@@ -31,6 +32,9 @@ from pydantic import ValidationError
 from envace.custom.tools import READ_ONLY, as_response, checked, read_only_names
 from envace.types import ServiceFault, ToolCall, UserError, canonical_json, first_line
 
+logger = logging.getLogger("envace")
+# It tells a line that is no message with a traceback; `_note` does it in one line.
+logging.getLogger("mcp.client.stdio").setLevel(logging.CRITICAL)
 BROKEN = (MCPError, ValidationError, OSError, RuntimeError, ValueError, ExceptionGroup)
 
 
@@ -201,7 +205,7 @@ class Connection:
         self._portal = portal
         self._timeout = timeout
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # what the server says on stderr
-        client = Client(transport(self._log), read_timeout_seconds=timeout, cache=None)
+        client = Client(transport(self._log), read_timeout_seconds=timeout, message_handler=self._note, cache=None)
         self._context = portal.wrap_async_context_manager(client)
         try:
             self._client: Client = self._context.__enter__()
@@ -232,6 +236,11 @@ class Connection:
         with suppress(*BROKEN):  # of a server that is broken already
             self._context.__exit__(None, None, None)
         self._log.close()
+
+    async def _note(self, message: Any) -> None:
+        """Called with what the server sends unasked, and with what could not be read."""
+        if isinstance(message, Exception):
+            logger.warning("%s prints what is no message: its standard output is for MCP only", self._name)
 
     def _fault(self, what: str, error: BaseException) -> ServiceFault:
         while isinstance(error, BaseExceptionGroup):
