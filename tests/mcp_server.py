@@ -98,4 +98,7 @@ def state() -> dict[str, int]:
 if mode == "badly_named":
     server.add_tool(peek, name="look up")
 
-server.run()
+if mode == "http":
+    server.run(transport="streamable-http", port=int(sys.argv[2]))
+else:
+    server.run()

@@ -1,5 +1,6 @@
 """Tools of an MCP server over stdio: real processes, the official client and the official server."""
 
+import socket
 import subprocess
 import sys
 import threading
@@ -171,6 +172,37 @@ def test_a_server_that_cannot_be_used_is_one_line(tools_of, mode, settings, mess
 def test_a_command_that_is_not_there_is_one_line():
     with pytest.raises(UserError, match="MCP server no-such-command: does not start: "):
         _ = McpTools(["no-such-command"]).schemas
+
+
+def test_a_server_over_http():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    tools = McpTools(url=f"http://127.0.0.1:{port}/mcp", reset="reset", state="state", sessions=1)
+    with pytest.raises(UserError, match="^MCP server http://.*: does not start: ") as caught:
+        _ = tools.schemas
+    assert "\n" not in str(caught.value)
+    process = subprocess.Popen([*python(SERVER, "http", str(port))], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not is_listening(port):
+            time.sleep(0.1)
+        first, second = tools.open(world(a=1)), tools.open(world(a=5))
+        assert [called(session, "count", name="a") for session in (first, second, first)] == [
+            {"a": 2},
+            {"a": 6},
+            {"a": 3},
+        ]
+        assert tools.read_only == {"peek"}
+    finally:
+        tools.close()
+        process.terminate()
+        process.wait()
+
+
+def is_listening(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.parametrize("settings", [{}, {"command": ["a"], "url": "http://localhost/mcp"}])

@@ -43,9 +43,10 @@ def load_environment(path: str | Path) -> CustomEnvironment:
     file = folder / "__init__.py"
     if not folder.name.isidentifier() or not file.is_file():
         raise UserError(f"{path} is no environment: a folder that is named like a Python package, with an __init__.py")
-    module = _imported(f"envace_env_{folder.name}_{content_hash(str(folder))}", file)
-    environment = vars(module).get("ENVIRONMENT")
+    name = f"envace_env_{folder.name}_{content_hash(str(folder))}"
+    environment = vars(_imported(name, file)).get("ENVIRONMENT")
     if not isinstance(environment, CustomEnvironment):
+        _forget(name)
         raise UserError(f"{file}: ENVIRONMENT must be an envace.custom.environment.CustomEnvironment")
     return environment
 
@@ -59,12 +60,17 @@ def _imported(name: str, file: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # of any kind: the code is not ours
-        for half in [key for key in sys.modules if key == name or key.startswith(f"{name}.")]:
-            del sys.modules[half]
+        _forget(name)
         if isinstance(error, UserError):
             raise
         raise UserError(f"{_where(error, file)}: {type(error).__name__}: {first_line(error)}") from error
     return module
+
+
+def _forget(name: str) -> None:
+    """What cannot be used is not kept, so that it is read again when it is put right."""
+    for module in [key for key in sys.modules if f"{key}.".startswith(f"{name}.")]:
+        del sys.modules[module]
 
 
 def _where(error: Exception, file: Path) -> str:

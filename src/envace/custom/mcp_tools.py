@@ -5,6 +5,7 @@ server's reset tool is called with the world of the task, or where there is none
 `sessions` connections at most. When more episodes are alive, one takes the session that was used least recently, and
 the episode that had it makes its earlier calls again when it goes on. Their responses must be the same, otherwise the
 server is not deterministic and the episode has a fault; with sessions >= rollout.batch_size nothing is repeated.
+A server over HTTP keeps the worlds of its connections apart itself; for one that does not, set sessions=1.
 
 The client is asynchronous and lives on an event loop in a thread of its own. A server that crashes, hangs or breaks the
 protocol is a ServiceFault; a tool's own error is what the agent sees.

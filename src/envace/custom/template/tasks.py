@@ -12,6 +12,7 @@ from envace.types import Task, ToolCall
 from .tools import TOOLS
 
 SYSTEM = "Look a book up first. Lend it if it is in, reserve it if it is out."
+LETTERS = "ABCDEFGHJKLM"
 SHELVES = ("north", "south", "east", "west")
 DEEDS = ("lent", "reserved")
 # The user's words hint at the status, so that a rehearsed response can be plausible.
@@ -19,7 +20,7 @@ HINTS = {"in": ("I see it on the shelf.", "It is back."), "out": ("Somebody has 
 
 
 def make_tasks(n: int, seed: int, *, held_out: bool) -> list[Task]:
-    """`n` tasks. Training and held-out ones have no book or reader in common."""
+    """`n` tasks. Training and held-out ones have no book in common."""
     split = "held-out" if held_out else "train"
     rng = random.Random(f"{split}-{seed}")
     kinds = [_find, _borrow, _borrow, _find_and_borrow]
@@ -27,9 +28,8 @@ def make_tasks(n: int, seed: int, *, held_out: bool) -> list[Task]:
 
 
 def _task(kind: Any, task_id: str, rng: random.Random, held_out: bool) -> Task:
-    book, reader = _id("ABCDEFGH", rng, held_out), _id("STUVWXYZ", rng, held_out)
-    status = rng.choice(list(HINTS))
-    turns, goals = kind(book, reader, rng.choice(HINTS[status]))
+    book, status = _book(rng, held_out), rng.choice(list(HINTS))
+    turns, goals = kind(book, rng.choice(HINTS[status]))
     return Task(
         id=task_id,
         system=SYSTEM,
@@ -37,28 +37,28 @@ def _task(kind: Any, task_id: str, rng: random.Random, held_out: bool) -> Task:
         user_turns=turns,
         kind=kind.__name__.removeprefix("_"),
         goal=Goal(tuple(goals), TOOLS.read_only),
-        world={"reader": reader, "books": {book: {"shelf": rng.choice(SHELVES), "status": status}}},
+        world={"books": {book: {"shelf": rng.choice(SHELVES), "status": status}}},
     )
 
 
-def _id(letters: str, rng: random.Random, held_out: bool) -> str:
+def _book(rng: random.Random, held_out: bool) -> str:
     """A letter and a digit. One pair in four is held out: every character occurs in training, not every pair."""
-    pairs = [(i, digit) for i in range(len(letters)) for digit in range(10)]
+    pairs = [(i, digit) for i in range(len(LETTERS)) for digit in range(10)]
     i, digit = rng.choice([(i, digit) for i, digit in pairs if ((i + digit) % 4 == 0) == held_out])
-    return f"{letters[i]}{digit}"
+    return f"{LETTERS[i]}{digit}"
 
 
-def _find(book: str, reader: str, hint: str) -> tuple[list[str], list[TurnGoal]]:
+def _find(book: str, hint: str) -> tuple[list[str], list[TurnGoal]]:
     return [f"Where is book {book} ?"], [_shelf(book)]
 
 
-def _borrow(book: str, reader: str, hint: str) -> tuple[list[str], list[TurnGoal]]:
-    return [f"I am reader {reader} . I want book {book} . {hint}"], [_lend_or_reserve(book, reader)]
+def _borrow(book: str, hint: str) -> tuple[list[str], list[TurnGoal]]:
+    return [f"I want book {book} . {hint}"], [_lend_or_reserve(book)]
 
 
-def _find_and_borrow(book: str, reader: str, hint: str) -> tuple[list[str], list[TurnGoal]]:
-    turns = [f"Where is book {book} ? {hint}", f"I am reader {reader} . I want it."]
-    return turns, [_shelf(book), _lend_or_reserve(book, reader)]
+def _find_and_borrow(book: str, hint: str) -> tuple[list[str], list[TurnGoal]]:
+    turns = [f"Where is book {book} ? {hint}", "Then I want it."]
+    return turns, [_shelf(book), _lend_or_reserve(book)]
 
 
 def _shelf(book: str) -> TurnGoal:
@@ -67,14 +67,14 @@ def _shelf(book: str) -> TurnGoal:
     return TurnGoal((Branch(says=(Says(Seen(read, "shelf"), SHELVES),)),), (read,))
 
 
-def _lend_or_reserve(book: str, reader: str) -> TurnGoal:
+def _lend_or_reserve(book: str) -> TurnGoal:
     """Look up, then lend what is in and reserve what is out, and say which."""
-    read, arguments = ToolCall("get_book", {"book_id": book}), {"book_id": book, "reader_id": reader}
+    read = ToolCall("get_book", {"book_id": book})
     status = Seen(read, "status")
     return TurnGoal(
         (
-            Branch(((status, ("in",)),), (ToolCall("lend_book", arguments),), (Says("lent", DEEDS),)),
-            Branch(((status, ("out",)),), (ToolCall("reserve_book", arguments),), (Says("reserved", DEEDS),)),
+            Branch(((status, ("in",)),), (ToolCall("lend_book", {"book_id": book}),), (Says("lent", DEEDS),)),
+            Branch(((status, ("out",)),), (ToolCall("reserve_book", {"book_id": book}),), (Says("reserved", DEEDS),)),
         ),
         (read,),
     )

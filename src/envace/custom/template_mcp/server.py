@@ -10,13 +10,13 @@ from mcp.server.mcpserver import MCPServer
 from mcp.types import ToolAnnotations
 
 server = MCPServer("library")
-library = Library("", {})
+library = Library({})
 
 
 @server.tool()
-def reset(reader: str, books: dict[str, Any]) -> None:
+def reset(books: dict[str, Any]) -> None:
     """Begin a new world."""
-    library.reader, library.books = reader, books
+    library.books = books
 
 
 @server.tool()
