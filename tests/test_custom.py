@@ -400,10 +400,14 @@ def test_a_new_environment_passes_its_tests_at_once_and_not_when_it_is_broken(tm
     environ = {"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert done.returncode == 0 and "envs/my_shop/config.yaml" in done.stdout.split()
-    assert "7 passed" in run_tests(tmp_path, "my_shop").stdout
+    assert "9 passed" in run_tests(tmp_path, "my_shop").stdout
     library = tmp_path / "envs" / "my_shop" / "library.py"
-    library.write_text(library.read_text().replace('"in", "out")', '"in", "in")'))
-    assert "failed" in run_tests(tmp_path, "my_shop").stdout
+    right = library.read_text()
+    assert '(book_id, "in", "out")' in right
+    library.write_text(right.replace('(book_id, "in", "out")', '(book_id, "in", "in")'))
+    assert "FAILED tests/test_my_shop.py::test_a_book_that_is_lent_is_out" in run_tests(tmp_path, "my_shop").stdout
+    library.write_text(right.replace('(book_id, "in", "out")', '(book_id, "out", "in")'))
+    assert "FAILED tests/test_my_shop.py::test_right_work_is_never_refused" in run_tests(tmp_path, "my_shop").stdout
 
 
 def test_every_file_of_a_new_environment_names_it_and_not_the_template(tmp_path):

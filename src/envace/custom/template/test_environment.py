@@ -1,6 +1,7 @@
 """The environment NAME: its tools work, right work solves its tasks, and doing nothing solves none."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,9 @@ import pytest
 from envace.config import load_config
 from envace.custom.dialogue import Dialogue, work_rightly
 from envace.custom.source import CustomSource
+from envace.gate import status_of
 from envace.rewards import score
-from envace.types import ToolCall
+from envace.types import CallStatus, ToolCall
 
 FOLDER = Path(__file__).parent.parent / "envs" / "NAME"
 
@@ -41,6 +43,23 @@ def test_right_work_solves_every_task_and_doing_nothing_solves_none(source, task
         assert score(right) == (1.0, {"finished": 1.0, "reads": 1.0, "writes": 1.0, "answers": 1.0}), task
         assert score(idle)[0] == 0.0, task
         assert source.reaches_right_state(right) in (True, None)
+
+
+def test_right_work_is_never_refused(source):
+    for task in source.train_tasks()[:50]:
+        writes = [e for e in worked(source, task, work_rightly).exchanges if e.call.name not in task.goal.read_tools]
+        assert all(status_of(write.response) is CallStatus.SUCCESS for write in writes), writes
+
+
+def test_a_book_that_is_lent_is_out_and_cannot_be_lent_again(source):
+    """The part that knows the tools: replace it by what yours have to do."""
+    [task, *_] = source.train_tasks()
+    desk = source.executable(replace(task, world={"books": {"B3": {"shelf": "north", "status": "in"}}}), "test")
+    get, lend = (ToolCall(name, {"book_id": "B3"}) for name in ("get_book", "lend_book"))
+    assert desk.execute(get) == {"book_id": "B3", "shelf": "north", "status": "in"}
+    assert desk.execute(lend) == {"book_id": "B3", "status": "out"}
+    assert desk.execute(get) == {"book_id": "B3", "shelf": "north", "status": "out"}
+    assert desk.execute(lend) == {"error": "forbidden_state"}
 
 
 def test_each_episode_has_a_world_of_its_own(source):
