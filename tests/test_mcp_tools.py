@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from envace.custom.mcp_tools import McpTools, python
+from envace.custom.mcp_tools import McpTools
 from envace.gate import risk_of
 from envace.types import ServiceFault, ToolCall, UserError
 
-SERVER = str(Path(__file__).parent / "mcp_server.py")
+SERVER = [sys.executable, str(Path(__file__).parent / "mcp_server.py")]
 
 
 def servers(mark):
@@ -29,7 +29,7 @@ def tools_of():
     made, threads = [], set(threading.enumerate())
 
     def build(mode="plain", **settings):
-        made.append(McpTools(python(SERVER, mode, "one_test"), **{"reset": "reset", "state": "state", **settings}))
+        made.append(McpTools([*SERVER, mode, "one_test"], **{"reset": "reset", "state": "state", **settings}))
         return made[-1]
 
     yield build
@@ -42,7 +42,7 @@ def tools_of():
 @pytest.fixture(scope="module")
 def shared():
     """One server for the tests that leave it whole."""
-    tools = McpTools(python(SERVER, "plain", "shared"), reset="reset", state="state", sessions=1)
+    tools = McpTools([*SERVER, "plain", "shared"], reset="reset", state="state", sessions=1)
     yield tools
     tools.close()
 
@@ -182,7 +182,7 @@ def test_a_server_over_http():
     with pytest.raises(UserError, match="^MCP server http://.*: does not start: ") as caught:
         _ = tools.schemas
     assert "\n" not in str(caught.value)
-    process = subprocess.Popen([*python(SERVER, "http", str(port))], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([*SERVER, "http", str(port)], stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and not is_listening(port):
@@ -213,8 +213,8 @@ def test_a_server_has_a_command_or_a_url(settings):
 
 def test_servers_end_with_the_program_that_forgot_to_close_them():
     code = (
-        "import sys; from envace.custom.mcp_tools import McpTools, python\n"
-        f"tools = McpTools(python({SERVER!r}, 'forgotten'))\n"
+        "from envace.custom.mcp_tools import McpTools\n"
+        f"tools = McpTools({[*SERVER, 'forgotten']})\n"
         "tools.schemas\n"
         "raise SystemExit('as it ends: ' + str(len(tools._pool)))"
     )

@@ -55,6 +55,7 @@ def _imported(name: str, file: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=[str(file.parent)])
+    assert spec is not None and spec.loader is not None  # a .py file has both
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TextIO, cast
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from mcp import Client, MCPError, StdioServerParameters, stdio_client
@@ -71,6 +70,7 @@ class McpTools:
         self.sessions = sessions
         self.timeout = timeout
         self._said_read_only = frozenset(read_only)
+        self._portal: BlockingPortal | None = None
         self._stack = ExitStack()
         self._pool: list[Connection] = []  # the one that was used least recently first
         # Also runs at the end of the program, when it does so by an error.
@@ -155,12 +155,12 @@ class McpTools:
         connection.close()
 
     def _connect(self) -> Connection:
-        if not self._pool:  # the loop may have ended with the last connection
+        if self._portal is None or not self._pool:  # the loop may have ended with the last connection
             self._stack.close()
             self._portal = self._stack.enter_context(start_blocking_portal(name="mcp"))
         return Connection(self._portal, self._transport, self._name, self.timeout)
 
-    def _transport(self, log: IO[str]) -> Any:
+    def _transport(self, log: TextIO) -> Any:
         if self.url:
             return streamable_http_client(self.url)
         parameters = StdioServerParameters(command=self.command[0], args=self.command[1:], cwd=self.cwd, env=self.env)
@@ -199,13 +199,14 @@ class McpSession:
 class Connection:
     """One client and its server, driven from a thread without an event loop. Every failure is a ServiceFault."""
 
-    def __init__(self, portal: BlockingPortal, transport: Callable[[IO[str]], Any], name: str, timeout: float):
+    def __init__(self, portal: BlockingPortal, transport: Callable[[TextIO], Any], name: str, timeout: float):
         self.holder: Callable[[], McpSession | None] = lambda: None
         self.is_used = False
         self._name = name
         self._portal = portal
         self._timeout = timeout
-        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # what the server says on stderr
+        # What the server says on stderr.
+        self._log = cast(TextIO, tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
         client = Client(transport(self._log), read_timeout_seconds=timeout, message_handler=self._note, cache=None)
         self._context = portal.wrap_async_context_manager(client)
         try:
@@ -273,8 +274,3 @@ def response_of(result: CallToolResult) -> Any:
 def text_of(result: CallToolResult) -> str:
     """The text of a result; what is none, such as a picture, is named by its kind."""
     return "\n".join(b.text if isinstance(b, TextContent) else f"[{b.type}]" for b in result.content)
-
-
-def python(*arguments: str) -> list[str]:
-    """The command that runs a Python script as this program runs."""
-    return [sys.executable, *arguments]

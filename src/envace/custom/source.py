@@ -88,12 +88,11 @@ class CustomSource:
 
         None if the environment cannot tell its state. Raises ServiceFault if it breaks.
         """
-        reached = self.executable(trajectory.task, "final state")
+        reached, right = (self.executable(trajectory.task, "final state") for _ in range(2))
         for exchange in trajectory.executed:
             reached.execute(exchange.call)
-        right = Dialogue(trajectory.task, self.executable(trajectory.task, "final state"))
-        work_rightly(right)
-        states = reached.session.state(), right.executable.session.state()
+        work_rightly(Dialogue(trajectory.task, right))
+        states = reached.session.state(), right.session.state()
         return None if None in states else canonical_json(states[0]) == canonical_json(states[1])
 
 
