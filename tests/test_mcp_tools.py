@@ -97,6 +97,7 @@ def test_episodes_that_take_turns_on_one_server_do_not_see_each_other(shared):
     assert len(servers("shared")) == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_answers_differently_when_asked_again_is_told(tools_of):
     tools = tools_of(sessions=1)
     first, second = tools.open(world()), tools.open(world())
@@ -111,6 +112,7 @@ def test_a_server_that_answers_differently_when_asked_again_is_told(tools_of):
     assert called(first, "peek", name="a") == {"result": 0}
 
 
+@pytest.mark.slow
 def test_without_a_reset_tool_each_episode_has_a_process_of_its_own(tools_of):
     tools = tools_of(reset="", state="", sessions=2)
     pids = []
@@ -132,6 +134,7 @@ def test_a_crash_is_a_fault_with_the_last_words_of_the_server_and_the_next_episo
     assert called(tools.open(world(a=1)), "peek", name="a") == {"result": 1}
 
 
+@pytest.mark.slow
 def test_a_hanging_call_is_a_fault_after_the_timeout(tools_of):
     tools = tools_of(timeout=3.0)
     session = tools.open(world())
@@ -174,6 +177,7 @@ def test_a_command_that_is_not_there_is_one_line():
         _ = McpTools(["no-such-command"]).schemas
 
 
+@pytest.mark.slow
 def test_a_server_over_http():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -211,6 +215,7 @@ def test_a_server_has_a_command_or_a_url(settings):
         McpTools(**settings)
 
 
+@pytest.mark.slow
 def test_servers_end_with_the_program_that_forgot_to_close_them():
     code = (
         "from envace.custom.mcp_tools import McpTools\n"
