@@ -17,6 +17,8 @@ ONLY ?=
 JOBS ?= 2
 BENCH ?= bfcl
 SOURCE ?=
+NAME ?=
+TOOLS ?= python
 
 VENV := .venv/bin/python
 LAUNCH = $(VENV) -m envace.launch $(if $(GPUS),--gpus $(GPUS)) --nodes $(NODES) --node-rank $(NODE_RANK) \
@@ -29,7 +31,7 @@ IN_PARALLEL := --numprocesses 2 --dist loadfile
 STAMP := .venv/installed-$(shell cat requirements.txt pyproject.toml | sha256sum | cut -c1-16)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo ablations dynamics tts test test-fast sft rl eval tables serve bench bench-verify doctor merge lint
+.PHONY: help setup demo ablations dynamics tts test test-fast sft rl eval tables serve bench bench-verify doctor merge new-env lint
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,6 +87,9 @@ doctor: $(STAMP)  ## check machine, config, model and memory before a long run (
 
 merge: $(STAMP)  ## adapters and their base as one model (ADAPTER=runs/x/rl OUT=runs/x/merged)
 	@$(VENV) -m envace.merge $(ADAPTER) $(OUT)
+
+new-env: $(STAMP)  ## a template of an executable environment of your own (NAME=my_shop TOOLS=python|mcp)
+	@$(VENV) -m envace.custom '$(NAME)' --tools '$(TOOLS)'
 
 lint: $(STAMP)  ## ruff (rules and format) and mypy
 	@$(VENV) -m ruff check .

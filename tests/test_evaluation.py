@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from envace.evaluation import GapWatch, success_by_rounds
+from envace.evaluation import GapWatch, right_states, success_by_rounds
 from envace.metrics import gap_growth, is_reward_hacking
-from envace.types import Status, Task, Trajectory
+from envace.types import ServiceFault, Status, Task, Trajectory
 
 
 def feed(watch, *evaluations):
@@ -111,3 +111,16 @@ def test_success_by_rounds_counts_known_rewards_in_order():
     runs = [run(10, 1.0), run(2, 1.0), run(2, 0.0), run(2, None), run(0, 0.0), run(2, 0.5), run(7, None)]
     assert list(success_by_rounds(runs).items()) == [("0", (0.0, 1)), ("2", (1 / 3, 3)), ("10", (1.0, 1))]
     assert success_by_rounds([]) == {}
+
+
+def test_an_environment_that_breaks_or_cannot_tell_is_left_out_of_the_right_states(warnings):
+    class Source:
+        def reaches_right_state(self, trajectory):
+            if trajectory.task.id == "broken":
+                raise ServiceFault("the server has gone")
+            return {"right": True, "wrong": False, "mute": None}[trajectory.task.id]
+
+    names = ["right", "broken", "wrong", "mute", "right"]
+    trajectories = [Trajectory(Task(name, "", [], ["?"]), "") for name in names]
+    assert right_states(trajectories, Source()) == [1.0, 0.0, 1.0]
+    assert warnings.messages == ["left out of a comparison with the environment: task broken: the server has gone"]

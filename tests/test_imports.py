@@ -19,7 +19,7 @@ LAYERS = [
     {"chat", "schemas", "filters", "claims", "environments", "scoring", "kv_cache", "checkpoints", "memory"}
     | {"outage", "endpoints", "interrupts", "keys"},
     {"episodes", "demonstrations"},
-    {"rehearsal", "gate", "generation", "demo", "cm2"},
+    {"rehearsal", "gate", "generation", "demo", "cm2", "custom"},
     {"policy", "data", "verdicts", "tracking", "report", "judge", "simulator", "services", "team"}
     | {"records", "benchmarks"},
     {"evaluation", "committed", "doctor", "launch", "merge", "ablations", "dynamics", "tts", "tables", "serve"},

@@ -25,6 +25,7 @@ from envace.evaluation import (
     limits_of,
     mean_or_nan,
     rehearsed,
+    right_states,
     success,
     success_by_task,
 )
@@ -138,7 +139,7 @@ def results_of(
         "real_success": success(real),
         "ci": interval(by_task),
         "unknown_rewards": sum(t.reward is None for t in real),
-        "right_final_state": mean_or_nan([float(source.reaches_right_state(t)) for t in happened]),
+        "right_final_state": mean_or_nan(right_states(happened, source)),
         "execution": execution_metrics(happened),
         "unsupported_claims": mean_or_nan([float(bool(claims)) for claims in runs.claims]),
         "rehearsal": {

@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from envace.chat import ChatFormat
 from envace.cm2.source import CM2Source
+from envace.custom.source import CustomSource
 from envace.demo.source import DemoSource
 from envace.episodes import opening
 from envace.settings import Config
@@ -56,10 +57,11 @@ class ExecutableSource(Source, Protocol):
 
     def executable(self, task: Task, purpose: str) -> Executable: ...
 
-    def reaches_right_state(self, trajectory: Trajectory) -> bool: ...
+    def reaches_right_state(self, trajectory: Trajectory) -> bool | None:
+        """None if the environment cannot tell its state. Raises ServiceFault if it breaks."""
 
 
-SOURCES: dict[str, Callable[[Config], Source]] = {"demo": DemoSource, "cm2": CM2Source}
+SOURCES: dict[str, Callable[[Config], Source]] = {"demo": DemoSource, "cm2": CM2Source, "custom": CustomSource}
 
 
 def open_source(config: Config) -> Source:

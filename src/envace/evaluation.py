@@ -32,7 +32,7 @@ from envace.rewards import REWARDS
 from envace.services import Services
 from envace.settings import Config, SamplingConfig
 from envace.team import Team
-from envace.types import FILTERED, Limits, Role, Status, Task, Trajectory, UserError
+from envace.types import FILTERED, Limits, Result, Role, ServiceFault, Status, Task, Trajectory, UserError
 
 CONSTANT_RESPONSE = {"ok": True}
 logger = logging.getLogger("envace")
@@ -186,16 +186,34 @@ def against_reality(
     """What only an executable environment can tell. mine: this rank's trajectories; unfolded: those of all ranks."""
     real = unfolded["real"]
     happened = [t for t in mine["real"] if t.status is not Status.FAULT]
-    right_states = policy.gather([float(source.reaches_right_state(t)) for t in happened])
-    counts = rehearsal_fidelity(mine["rehearsed"], lambda task: source.executable(task, "fidelity"))
-    fidelity = fidelity_shares(policy.gather(list(counts.items())))
+    states = policy.gather(right_states(happened, source))
+    counts = unbroken(
+        lambda t: rehearsal_fidelity([t], lambda task: source.executable(task, "fidelity")), mine["rehearsed"]
+    )
+    fidelity = fidelity_shares(policy.gather([pair for count in counts for pair in count.items()]))
     return {
         "eval/real_success": success(real),
-        "eval/right_final_state": mean_or_nan(right_states),
+        "eval/right_final_state": mean_or_nan(states),
         "eval/imagination_gap": imagination_gap(real, unfolded["rehearsed"], config.eval.samples),
         "eval/truncated": mean_or_nan([float(t.status is Status.TRUNCATED) for t in real]),
         **{f"fidelity/round_{number}": share for number, share in fidelity.items()},
     }
+
+
+def right_states(trajectories: list[Trajectory], source: ExecutableSource) -> list[float]:
+    """1 if a trajectory leads to the right state, else 0; without those of which the environment cannot tell."""
+    return [float(state) for state in unbroken(source.reaches_right_state, trajectories) if state is not None]
+
+
+def unbroken(measure: Callable[[Trajectory], Result], trajectories: list[Trajectory]) -> list[Result]:
+    """`measure` of each trajectory; those at which the environment breaks are left out, and told in the log."""
+    measured = []
+    for trajectory in trajectories:
+        try:
+            measured.append(measure(trajectory))
+        except ServiceFault as fault:
+            logger.warning("left out of a comparison with the environment: task %s: %s", trajectory.task.id, fault)
+    return measured
 
 
 class GapWatch:

@@ -159,6 +159,11 @@ COMBINATIONS: list[tuple[str, Callable[[Config], object], str]] = [
         lambda c: c.data.source != "cm2" or c.data.path,
         "data.source=cm2 reads records: name a file, a folder, or OWNER/NAME of a data set on the hub",
     ),
+    (
+        "data.path",
+        lambda c: c.data.source != "custom" or c.data.path,
+        "data.source=custom runs the code of an environment: name its folder; make new-env NAME=... writes one",
+    ),
     *(
         (
             f"data.{name}",
@@ -179,13 +184,13 @@ COMBINATIONS: list[tuple[str, Callable[[Config], object], str]] = [
     ),
     (
         "rollout.environment",
-        lambda c: c.data.source == "demo" or not _answered_by(c, "real"),
-        "only the embedded world can be executed: set rehearsed",
+        lambda c: c.data.source != "cm2" or not _answered_by(c, "real"),
+        "CM2 records have no environment that can be executed: set rehearsed",
     ),
     (
         "rollout.environment",
         lambda c: c.data.source == "cm2" or not _answered_by(c, "recorded"),
-        "the embedded world has no recorded calls: set data.source=cm2",
+        "only CM2 records have recorded calls: set data.source=cm2",
     ),
     (
         "rehearse.grounding",
@@ -204,8 +209,8 @@ COMBINATIONS: list[tuple[str, Callable[[Config], object], str]] = [
     ),
     (
         "gate.mode",
-        lambda c: c.gate.mode == "none" or c.data.source == "demo",
-        "only real calls are predicted, and only the embedded world can be executed: set it to none",
+        lambda c: c.gate.mode == "none" or c.data.source != "cm2",
+        "only real calls are predicted, and CM2 records have no environment that can be executed: set it to none",
     ),
     (
         "rehearsal.path",
@@ -248,7 +253,7 @@ COMBINATIONS: list[tuple[str, Callable[[Config], object], str]] = [
     (
         "rehearse.reuse_recorded",
         lambda c: not c.rehearse.reuse_recorded or c.data.source == "cm2",
-        "the embedded world has no recorded calls: set data.source=cm2",
+        "only CM2 records have recorded calls: set data.source=cm2",
     ),
     (
         "eval.tasks",

@@ -46,13 +46,13 @@ class CheckpointConfig:
 
 @dataclass
 class DataConfig:
-    source: Literal["demo", "cm2"] = "demo"  # the embedded world, or CM2 records
-    path: str = ""  # cm2: records for RL; .json, .jsonl, .parquet, a folder, or OWNER/NAME[:PATTERN] on the hub
+    source: Literal["demo", "cm2", "custom"] = "demo"  # the embedded world, CM2 records, or an environment of your own
+    path: str = ""  # cm2: .json, .jsonl, .parquet, a folder, or OWNER/NAME[:PATTERN]; custom: the folder of its code
     sft_path: str = ""  # cm2: rows for SFT; empty: the reference dialogues of `path`
     eval_path: str = ""  # cm2: held-out records; empty: nothing is evaluated
     on_bad_row: Literal["skip", "fail"] = "skip"  # cm2: a row that fails its checks is left out and counted, or fatal
     max_prompt_tokens: int = 0  # tasks whose prompt with its tools is longer are left out and counted; 0 keeps all
-    seed: int = 0  # demo: seed of the task templates and the demonstrations
+    seed: int = 0  # demo, custom: seed of the task templates and the demonstrations
     demonstrations: int = 4096  # recorded dialogues for SFT; of cm2 at most, and 0 takes all
     rehearsals: int = 0  # demo: dialogues for SFT that teach to judge a rehearsal, to imagine a user, to use a memory
     train_tasks: int = 2048  # tasks for RL; of cm2 at most, and 0 takes all

@@ -1,0 +1,1 @@
+"""What is different in a new environment whose tools are those of an MCP server."""
