@@ -177,13 +177,12 @@ def summary(config: Config, results: dict[str, Any]) -> dict[str, str]:
     """Of a benchmark its own report has been said."""
     if config.benchmark != "none":
         return {}
-    shown = {
-        name: results[name] for name in ("real_success", "rehearsed_success", "imagination_gap") if name in results
-    }
     found = places(config, "evaluation", results=Path(config.run_dir) / "evaluation.json")
-    numbers = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in shown.items())
+    names = [name for name in ("real_success", "rehearsed_success", "imagination_gap") if name in results]
+    numbers = [f"{name.replace('_', ' ')} {results[name]:.3f}" for name in names]
     low, high = results["ci"]
-    return {"evaluation": f"{numbers}  95% interval {low:.3f} to {high:.3f}"} | found
+    numbers[0] += f" [{low:.3f}, {high:.3f}]"
+    return {"evaluation": ", ".join(numbers)} | found
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""TensorBoard: the files say what metrics.jsonl says, each step once also after a crash, and hostile text stays text."""
+"""TensorBoard: the files say what metrics.jsonl says, each step once even after a crash; hostile text is text."""
 
 import html
 import json

@@ -28,10 +28,11 @@ def main() -> None:
         if "--debug" in sys.argv:
             raise
         if type(error).__name__ == FAILED:
-            rank, failure = error.get_first_failure()
-            if failure.exitcode >= 0:
-                sys.exit(failure.exitcode)
-            sys.exit(f"error: {ended_by(rank, -failure.exitcode)}")
+            # Those that SIGTERM ended were ended because another one had failed.
+            codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+            causes = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
+            rank, code = min(causes.items())
+            sys.exit(code if code > 0 else f"error: {ended_by(rank, -code)}")
         if "port" in str(error) and isinstance(error, ConnectionError | RuntimeError):
             sys.exit("error: the port of the processes is in use: end what uses it, or take another with --main-port")
         raise

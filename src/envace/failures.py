@@ -7,6 +7,7 @@ fault of the program, and its traceback is the message.
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -94,5 +95,6 @@ def not_written(error: OSError, path: object = "a file") -> str:
 
 
 def _of(error: BaseException) -> str:
-    """The first sentence of what a library says: more of it is about itself."""
-    return first_line(error).partition(". ")[0].removeprefix("[enforce fail at ")[:200].rstrip(".")
+    """The first sentences of what a library says, without the place in its own source: the rest is about itself."""
+    said = re.sub(r"^\[[^]]*\] (\. )?|err == 0\. ", "", first_line(error))
+    return ". ".join(said.split(". ")[:2])[:200].rstrip(".")
