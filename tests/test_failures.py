@@ -1,9 +1,10 @@
-"""What libraries and the system say when memory, disk or another process fails: one line with the cause and the remedy."""
+"""What libraries and the system say when memory, disk or another process fails: one line, cause and remedy."""
 
 import errno
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,12 +21,13 @@ from envace.demo.model import build_model
 from envace.elastic import ended_by
 from envace.failures import KNOBS, OutOfMemory, explained, in_memory
 from envace.policy import LoadError, Policy
+from envace.serve.__main__ import bound
 from envace.settings import LoraConfig, ModelConfig, PolicyConfig, SamplingConfig
-from envace.types import Request, Role, Segment, Sequence
+from envace.types import Evidence, Request, Role, Segment, Sequence, UserError
 
 ROOT = Path(__file__).parent.parent
 ON_GPU = torch.OutOfMemoryError(
-    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 3.06 GiB is free."
+    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 3 GiB is free."
 )
 
 
@@ -53,9 +55,9 @@ def raise_on_gpu(*_, **__):
 def test_a_rollout_that_does_not_fit_names_its_knobs(base, monkeypatch, fail):
     policy = Policy(ModelConfig(path=str(base)))
     monkeypatch.setattr(type(policy.model), "forward", fail)
-    prompt = Sequence([Segment(Role.CONTEXT, [5, 6, 7])])
+    prompt = Sequence([Segment(Role.CONTEXT, [5, 6, 7], Evidence.GIVEN)])
     with pytest.raises(OutOfMemory) as caught, policy.generating(SamplingConfig()) as generate:
-        generate([Request(prompt, Role.ACT, 4, frozenset())])
+        generate([Request(prompt, Role.ACT, frozenset(), 4)])
     assert "out of memory in a rollout (" in one_line(caught) and "lower rollout.batch_size" in one_line(caught)
 
 
@@ -99,9 +101,7 @@ def test_memory_that_ends_elsewhere_is_one_line_too():
     except RuntimeError as error:
         said = explained(error)
     assert said.startswith("out of memory (DefaultCPUAllocator: can't allocate memory: you tried to allocate 11258999")
-    assert explained(ON_GPU).startswith(
-        "out of memory (CUDA out of memory. Tried to allocate 20.00 GiB): `make doctor`"
-    )
+    assert explained(ON_GPU).startswith("out of memory (CUDA out of memory. Tried to allocate 20.00 GiB): `make ")
 
 
 @pytest.mark.parametrize("phase", KNOBS)
@@ -135,6 +135,16 @@ def quiet_options():
     from argparse import Namespace
 
     return Namespace(quiet=True, debug=False)
+
+
+def test_a_port_in_use_says_so():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(UserError) as caught:
+            bound("127.0.0.1", port)
+    assert one_line(caught) == (
+        f"serve.host=127.0.0.1 serve.port={port}: Address already in use: take another port, or end what uses this one"
+    )
 
 
 # Models and devices
