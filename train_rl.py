@@ -25,7 +25,7 @@ from envace.advantages import BASELINES, group_advantages
 from envace.batching import output_table, rows_from_trajectories, total_weight
 from envace.checkpoints import Checkpoints, check_exports, export_folder
 from envace.console import run
-from envace.data import Sampler, Source, open_source, tasks_within
+from envace.data import ExecutableSource, Sampler, Source, open_source, tasks_within
 from envace.evaluation import GapWatch, assign_rewards, evaluate_team, unfold
 from envace.losses import policy_loss
 from envace.memory import describe
@@ -259,8 +259,9 @@ def evaluate_held_out(
     """
     started = time.perf_counter()
     policy = team.lead
-    with policy.own_randomness():
-        metrics, trajectories = evaluate_team(team, tasks, config, source, services)
+    runs = len(policy.share(range(len(tasks) * config.eval.samples))) * (1 + isinstance(source, ExecutableSource))
+    with tracker.phase(runs, f"step {step + 1}/{config.rl.steps} evaluation") as bar, policy.own_randomness():
+        metrics, trajectories = evaluate_team(team, tasks, config, source, services, on_done=bar.update)
     lost = None
     try:
         metrics |= {f"eval/{name}": value for name, value in services.end_step(policy.sum_over_ranks).items()}
