@@ -228,12 +228,12 @@ def test_a_run_is_plain_and_ends_by_saying_where_all_of_it_is(monkeypatch, capfd
         out, err = capfd.readouterr()
         assert not {"\r", "\x1b"} & set(out + err), err
         assert "Loading weights" not in err and "Writing model shards" not in err
-        lines = [line for line in out.splitlines() if "WARNING" not in line]
+        lines = out.splitlines()
         assert [line for line in lines if len(line) > 100 and str(tmp_path) not in line] == []
         summary = dict(line.split("  ", 1) for line in lines if str(tmp_path) in line and "  " in line)
         summary = {name.strip(): value.strip() for name, value in summary.items()}
-        wanted = {"metrics", "trajectories", "TensorBoard", "config"} - ({"trajectories"} if stage == "sft" else set())
-        assert wanted <= summary.keys()
+        wanted = {"metrics", "TensorBoard", "config"} | ({"trajectories"} if stage != "sft" else set())
+        assert wanted <= summary.keys() and ("trajectories" in summary) is (stage != "sft")
         for name in wanted | ({"weights"} if stage != "evaluation" else {"results"}):
             assert Path(summary[name]).exists(), name
         assert load_config(summary["config"], []).run_dir == str(tmp_path)

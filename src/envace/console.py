@@ -38,6 +38,7 @@ def setup_logging(*, quiet: bool = False) -> None:
     logger.handlers = [handler]
     logger.setLevel(logging.WARNING if quiet else logging.INFO)
     logger.propagate = False
+    logging.getLogger("DeepSpeed").addFilter(_is_news)
     if not _shows_bars():
         transformers_logging.disable_progress_bar()  # the hub's too
 
@@ -113,6 +114,11 @@ def one_line(parts: list[str]) -> str:
     if len(line) <= CONSOLE_WIDTH:
         return line
     return line[: CONSOLE_WIDTH - len(end) + 2].rsplit("  ", 1)[0] + end
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """DeepSpeed warns at import that there is no GPU, also those who train without it."""
+    return "Setting accelerator to CPU" not in record.getMessage()
 
 
 def _shows_bars() -> bool:

@@ -170,7 +170,7 @@ def places(config: Config, name: str, **more: str | Path) -> dict[str, str]:
         "TensorBoard": run_dir / "tensorboard",
         "config": run_dir / f"{name}.config.yaml",
     }
-    return {key: str(value) for key, value in [*more.items(), *files.items()] if value}
+    return {key: str(value) for key, value in [*more.items(), *files.items()] if Path(value).exists()}
 
 
 def trajectory_record(trajectory: Trajectory, decode: Callable[[list[int]], str] | None = None) -> dict[str, Any]:
