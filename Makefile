@@ -40,7 +40,7 @@ setup: $(STAMP)  ## install into .venv; every other command does this by itself
 	@echo 'Ready: .venv'
 
 demo: $(STAMP)  ## warm-up, RL in rehearsal, real evaluation on an embedded world (SEEDS=1)
-	@$(VENV) -m envace.demo --seeds $(SEEDS)
+	@$(VENV) -m envace.demo --seeds $(SEEDS) $(ARGS)
 
 ablations: $(STAMP)  ## every variant against EnvACE, goes on where it stopped (SEEDS=5 ONLY=a,b JOBS=2; QUICK=1: a check)
 	@$(VENV) -m envace.ablations --jobs $(JOBS) $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY)) \

@@ -21,6 +21,7 @@ from typing import Any
 
 from envace.benchmarks.runs import evaluate_benchmark
 from envace.committed import rehearse_and_execute, results_of
+from envace.console import run
 from envace.data import ExecutableSource, Source, open_source, tasks_within
 from envace.evaluation import (
     assign_rewards,
@@ -38,7 +39,7 @@ from envace.report import calibration
 from envace.services import Services
 from envace.settings import Config, SamplingConfig
 from envace.team import Team, evaluation_team, rehearsing_team
-from envace.tracking import Tracker, run, without_nan
+from envace.tracking import Tracker, places, without_nan
 from envace.types import Task, Trajectory, UserError
 
 
@@ -172,5 +173,17 @@ def greedy_runs(
     return team.lead.gather(trajectories)
 
 
+def summary(config: Config, results: dict[str, Any]) -> dict[str, str]:
+    """Of a benchmark its own report has been said."""
+    if config.benchmark != "none":
+        return {}
+    found = places(config, "evaluation", results=Path(config.run_dir) / "evaluation.json")
+    names = [name for name in ("real_success", "rehearsed_success", "imagination_gap") if name in results]
+    numbers = [f"{name.replace('_', ' ')} {results[name]:.3f}" for name in names]
+    low, high = results["ci"]
+    numbers[0] += f" [{low:.3f}, {high:.3f}]"
+    return {"evaluation": ", ".join(numbers)} | found
+
+
 if __name__ == "__main__":
-    run(main, __doc__)
+    run(main, __doc__, summary)

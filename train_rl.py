@@ -24,7 +24,8 @@ import torch
 from envace.advantages import BASELINES, group_advantages
 from envace.batching import output_table, rows_from_trajectories, total_weight
 from envace.checkpoints import Checkpoints, Stateful, check_exports, export_folder
-from envace.data import Sampler, Source, open_source, tasks_within
+from envace.console import run
+from envace.data import ExecutableSource, Sampler, Source, open_source, tasks_within
 from envace.evaluation import GapWatch, assign_rewards, evaluate_team, unfold
 from envace.losses import policy_loss
 from envace.memory import describe
@@ -33,14 +34,18 @@ from envace.policy import check_output, learning_rate
 from envace.services import Services
 from envace.settings import Config
 from envace.team import Player, Team, training_team
-from envace.tracking import Tracker, logger, run
+from envace.tracking import Tracker, logger, places
 from envace.types import Batch, Interruption, Task, Trajectory, UserError
 
 PURPOSES = ("training", "evaluation", "fidelity")  # what the executable environment was called for
-HEADLINE = (
-    *("reward/mean", "loss/kl", "loss/entropy", "eval/real_success", "eval/imagination_gap", "eval/rehearsed_reward"),
-    "time/rollout",
-)
+HEADLINE = {
+    "reward": "reward/mean",
+    "kl": "loss/kl",
+    "entropy": "loss/entropy",
+    "real": "eval/real_success",
+    "gap": "eval/imagination_gap",
+    "rehearsed": "eval/rehearsed_reward",
+}
 
 
 def main(config: Config) -> Path:
@@ -62,7 +67,10 @@ def train(config: Config, services: Services, output: Path) -> None:
     longest, at_once = config.data.max_prompt_tokens, config.rl.prompts_per_step
     train_tasks = tasks_within(source.train_tasks(), policy.chat, longest)
     if len(train_tasks) < at_once:
-        raise UserError(f"rl.prompts_per_step={at_once} would draw a task twice: there are {len(train_tasks)}")
+        raise UserError(
+            f"rl.prompts_per_step={at_once} would draw a task twice: there are {len(train_tasks)}; "
+            "lower it, or take more tasks (data.train_tasks, data.path, data.max_prompt_tokens)"
+        )
     sampler = Sampler(train_tasks, config.seed, [task.id for task in train_tasks])
     held_out = tasks_within(source.eval_tasks(), policy.chat, longest)[: config.eval.tasks or None]
     watch = GapWatch()
@@ -86,17 +94,20 @@ def train(config: Config, services: Services, output: Path) -> None:
             started = time.perf_counter()
             tasks = sampler.next(config.rl.prompts_per_step)
 
-            trajectories, sampled_here = unfold(
-                team,
-                tasks,
-                config,
-                source,
-                services,
-                environment=config.rollout.environment,
-                purpose="training",
-                sampling=config.sampling,
-                samples=config.rl.group_size,
-            )
+            mine = len(policy.share(range(at_once * config.rl.group_size)))
+            with tracker.phase(mine, f"step {step + 1}/{config.rl.steps} rollout") as bar:
+                trajectories, sampled_here = unfold(
+                    team,
+                    tasks,
+                    config,
+                    source,
+                    services,
+                    environment=config.rollout.environment,
+                    purpose="training",
+                    sampling=config.sampling,
+                    samples=config.rl.group_size,
+                    on_done=bar.update,
+                )
             assign_rewards(trajectories, config.reward.name, config.rl.keep)
             trajectories = policy.gather(trajectories)
             service_metrics = services.end_step(policy.sum_over_ranks)
@@ -251,8 +262,9 @@ def evaluate_held_out(
     """
     started = time.perf_counter()
     policy = team.lead
-    with policy.own_randomness():
-        metrics, trajectories = evaluate_team(team, tasks, config, source, services)
+    runs = len(policy.share(range(len(tasks) * config.eval.samples))) * (1 + isinstance(source, ExecutableSource))
+    with tracker.phase(runs, f"step {step + 1}/{config.rl.steps} evaluation") as bar, policy.own_randomness():
+        metrics, trajectories = evaluate_team(team, tasks, config, source, services, on_done=bar.update)
     lost = None
     try:
         metrics |= {f"eval/{name}": value for name, value in services.end_step(policy.sum_over_ranks).items()}
@@ -264,5 +276,11 @@ def evaluate_held_out(
     return metrics | {"time/eval": time.perf_counter() - started}, lost
 
 
+def summary(config: Config, output: Path) -> dict[str, str]:
+    rehearse = f" model.rehearse_path={output}_rehearse" if config.rl.team == "per_role" else ""
+    found = places(config, "rl", weights=output)
+    return found | {"next": f'make eval CONFIG={found["config"]} ARGS="model.path={output}{rehearse}"'}
+
+
 if __name__ == "__main__":
-    run(main, __doc__)
+    run(main, __doc__, summary)

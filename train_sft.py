@@ -14,13 +14,14 @@ from pathlib import Path
 
 from envace.batching import sft_rows, total_weight
 from envace.checkpoints import Checkpoints
+from envace.console import run
 from envace.data import Dialogue, Sampler, open_source, short_enough
 from envace.demonstrations import demonstration
 from envace.losses import sft_loss
 from envace.memory import describe
 from envace.policy import Policy, check_output, learning_rate
 from envace.settings import Config
-from envace.tracking import Tracker, logger, run
+from envace.tracking import Tracker, logger, places
 from envace.types import Trajectory
 
 
@@ -73,7 +74,8 @@ def main(config: Config) -> Path:
         ) as tracker,
         checkpoints,
     ):
-        for step in tracker.progress(range(first, steps), "train both roles"):
+        bar = tracker.progress(range(first, steps), "train both roles")
+        for step in bar:
             started = time.perf_counter()
             rows = sft_rows(list(map(trajectory, sampler.next(config.sft.batch_size))), config.sft.roles)
             denominator = total_weight(rows)
@@ -98,6 +100,7 @@ def main(config: Config) -> Path:
                 "throughput/trained_tokens_per_second": sum(map(len, rows)) / (time.perf_counter() - started),
             }
             tracker.log(step, metrics)
+            bar.set_postfix_str(f"loss {metrics['loss/sft']:.4g}", refresh=False)
             policy.check_progress()
             checkpoints.after_step(step, steps)
         if policy.skipped_steps:
@@ -106,5 +109,10 @@ def main(config: Config) -> Path:
     return output
 
 
+def summary(config: Config, output: Path) -> dict[str, str]:
+    found = places(config, "sft", weights=output)
+    return found | {"next": f'make rl CONFIG={found["config"]} ARGS="model.path={output}"'}
+
+
 if __name__ == "__main__":
-    run(main, __doc__)
+    run(main, __doc__, summary)

@@ -20,7 +20,7 @@ from pathlib import Path
 from bench.measure import read
 from bench.tables import TABLES, Runs, render
 from envace.config import versions
-from envace.tracking import setup_logging
+from envace.console import add_options, command
 from envace.types import UserError
 
 logger = logging.getLogger("envace")
@@ -90,20 +90,18 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(TABLES)}; none: all of them")
     parser.add_argument("--repetitions", type=int, default=5, help="of every variant (default 5)")
     parser.add_argument("--model", default="runs/demo/seed0/rl", help="of the embedded world (default: make demo's)")
+    add_options(parser)
     arguments = parser.parse_args()
     known = cases(arguments.model)
     if unknown := set(arguments.cases) - set(known):
         parser.error(f"there is no case {', '.join(sorted(unknown))}")
-    setup_logging()
     OUT.mkdir(parents=True, exist_ok=True)
     path = OUT / "results.json"
     results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    try:
+    with command(arguments, interrupted="interrupted: whole cases are written"):
         for name in arguments.cases or known:
             results[name] = {"versions": versions(), "runs": run(name, known[name], arguments.repetitions)}
             path.write_text(json.dumps(results, indent=1), encoding="utf-8")
-    except UserError as error:
-        sys.exit(f"error: {error}")
     table = render({name: result["runs"] for name, result in results.items()})
     (OUT / "table.md").write_text(table, encoding="utf-8")
     print(table)

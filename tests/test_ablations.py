@@ -384,15 +384,15 @@ def test_what_training_took_is_summed_over_its_steps(tmp_path):
 )
 def test_a_mistake_on_the_command_line_is_said_in_one_line(made, monkeypatch, capsys, arguments, code, said):
     monkeypatch.setattr("sys.argv", ["ablations", *arguments])
-    monkeypatch.setattr(runner, "setup_logging", lambda: None)
+    monkeypatch.setattr("envace.console.setup_logging", lambda **_: None)
     with pytest.raises(SystemExit) as caught:
         runner.main()
     assert caught.value.code == code and said in capsys.readouterr().err and made == []
 
 
-def test_the_command_ends_with_one_line_on_an_error_and_makes_five_seeds_by_default(made, monkeypatch):
+def test_the_command_ends_with_one_line_on_an_error_and_makes_five_seeds_by_default(made, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["ablations", "--only", "envace"])
-    monkeypatch.setattr(runner, "setup_logging", lambda: None)
+    monkeypatch.setattr("envace.console.setup_logging", lambda **_: None)
     monkeypatch.setattr(runner, "workers", lambda jobs: Inline())
     runner.main()
     assert folders(made, "rl") == [f"runs/ablations/envace/seed{seed}" for seed in range(5)]
@@ -404,7 +404,7 @@ def test_the_command_ends_with_one_line_on_an_error_and_makes_five_seeds_by_defa
     monkeypatch.setattr(train_rl, "main", fail)
     with pytest.raises(SystemExit) as caught:
         runner.main()
-    assert caught.value.code == "error: envace, seed 3: it went wrong"
+    assert caught.value.code == 1 and capsys.readouterr().err == "error: envace, seed 3: it went wrong\n"
 
 
 # Several at a time

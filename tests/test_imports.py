@@ -17,12 +17,24 @@ LAYERS = [
     BASE,
     {"prompts"} | PURE,
     {"chat", "schemas", "filters", "claims", "environments", "scoring", "kv_cache", "checkpoints", "memory"}
-    | {"outage", "endpoints", "interrupts", "keys"},
+    | {"outage", "endpoints", "interrupts", "keys", "failures", "console", "board"},
     {"episodes", "demonstrations"},
     {"rehearsal", "gate", "generation", "demo", "cm2", "custom"},
     {"policy", "data", "verdicts", "tracking", "report", "judge", "simulator", "services", "team"}
     | {"records", "benchmarks"},
-    {"evaluation", "committed", "doctor", "launch", "merge", "ablations", "dynamics", "tts", "tables", "serve"},
+    {
+        "evaluation",
+        "committed",
+        "doctor",
+        "launch",
+        "elastic",
+        "merge",
+        "ablations",
+        "dynamics",
+        "tts",
+        "tables",
+        "serve",
+    },
     {"entry point"},
 ]
 LAYER = {module: height for height, layer in enumerate(LAYERS) for module in layer}

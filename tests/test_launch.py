@@ -77,7 +77,7 @@ class TestCommandLine:
 
     def test_several_gpus_of_one_machine(self):
         command = arguments(SCRIPT, 4, Machines(port=1234), cores=18)
-        assert command[:3] == ["-m", "accelerate.commands.launch", "--multi_gpu"]
+        assert command[:3] == ["-m", "envace.elastic", "--multi_gpu"]
         assert " ".join(command[3:]) == (
             "--num_processes 4 --num_machines 1 --machine_rank 0 --main_process_ip 127.0.0.1 --main_process_port 1234 "
             "--gpu_ids all --mixed_precision no --dynamo_backend no --num_cpu_threads_per_process 4 "

@@ -410,12 +410,14 @@ def test_all_files_are_written(tmp_path, caplog):
     assert files["tables.tex"].read_text().count("\\begin{tabular}") == 3
 
 
-def test_a_mistake_is_said_in_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(entry, "setup_logging", lambda: None)
+def test_a_mistake_is_said_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("envace.console.setup_logging", lambda **_: None)
     monkeypatch.setattr(sys, "argv", ["tables", str(tmp_path)])
-    with pytest.raises(SystemExit, match=f"error: {tmp_path} has no results"):
+    with pytest.raises(SystemExit, match="^1$"):
         entry.main()
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path} has no results")
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(sys, "argv", ["tables", "--out", str(tmp_path / "file")])
-    with pytest.raises(SystemExit, match="error: cannot write"):
+    with pytest.raises(SystemExit, match="^1$"):
         entry.main()
+    assert capsys.readouterr().err.startswith("error: cannot write")

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import math
+import re
 import sys
 
 import pytest
@@ -12,10 +13,11 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from envace.config import load_config, versions
+from envace.console import setup_logging
 from envace.demo.desk import CallCounter, Desk
 from envace.environments import Real
 from envace.episodes import drive
-from envace.tracking import Tracker, TrackingError, setup_logging
+from envace.tracking import Tracker, TrackingError
 from envace.types import (
     CallStatus,
     Decision,
@@ -64,6 +66,11 @@ def read_lines(path):
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
+def untimed(text):
+    """Console lines with the same time left in all of them."""
+    return re.sub(r"\d+:\d\d left", "00:00 left", text)
+
+
 def segment(role, text, evidence, **settings):
     return Segment(role, [ord(character) for character in text], evidence, **settings)
 
@@ -89,13 +96,13 @@ def test_metrics_come_back_from_jsonl_and_tensorboard(tmp_path):
 
 
 def test_a_number_that_is_not_finite_stays_visible_everywhere(tmp_path, capsys):
-    with tracker(tmp_path, headline=("loss/policy",)) as rl:
+    with tracker(tmp_path, headline={"loss/policy": "loss/policy"}) as rl:
         rl.log(0, {"loss/policy": math.nan, "grad_norm": math.inf, "low": -math.inf})
     [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()
     record = json.loads(line, parse_constant=pytest.fail)
     assert (record["loss/policy"], record["grad_norm"], record["low"]) == ("NaN", "Infinity", "-Infinity")
     assert math.isnan(float(record["loss/policy"])) and float(record["low"]) == -math.inf
-    assert capsys.readouterr().out == "rl 1/20  loss/policy nan\n"
+    assert untimed(capsys.readouterr().out) == "rl 1/20  00:00 left  loss/policy nan\n"
     board = EventAccumulator(str(tmp_path / "tensorboard" / "rl")).Reload()
     assert math.isnan(board.Scalars("loss/policy")[0].value)
 
@@ -122,23 +129,23 @@ def test_settings_and_versions_stand_beside_the_metrics(tmp_path):
 
 
 def test_the_console_shows_the_headline_metrics_a_step_has(tmp_path, capsys):
-    with tracker(tmp_path, headline=("reward/mean", "eval/real_success")) as rl:
+    with tracker(tmp_path, headline={"reward": "reward/mean", "real": "eval/real_success"}) as rl:
         rl.log(0, {"reward/mean": 0.123456, "lr": 1e-6})
         rl.log(1, {"lr": 1e-6})
         rl.log(2, {"eval/real_success": 1.0, "reward/mean": 3e-5})
-    assert capsys.readouterr().out.splitlines() == [
-        "rl 1/20  reward/mean 0.1235",
-        "rl 3/20  reward/mean 3e-05  eval/real_success 1",
+    assert untimed(capsys.readouterr().out).splitlines() == [
+        "rl 1/20  00:00 left  reward 0.1235",
+        "rl 3/20  00:00 left  reward 3e-05  real 1",
     ]
 
 
 @pytest.mark.parametrize("length", range(1, 12))
 def test_a_console_line_fits_and_is_cut_between_metrics(tmp_path, capsys, length):
     names = tuple(f"{letter * length}/{number}" for number, letter in enumerate("abcdefghijklm"))
-    with tracker(tmp_path, headline=names) as rl:
+    with tracker(tmp_path, headline=dict(zip(names, names, strict=True))) as rl:
         rl.log(0, dict.fromkeys(names, 0.5))
-    line = capsys.readouterr().out.removesuffix("\n")
-    whole = "  ".join(["rl 1/20", *(f"{name} 0.5" for name in names)])
+    line = untimed(capsys.readouterr().out).removesuffix("\n")
+    whole = "  ".join(["rl 1/20", "00:00 left", *(f"{name} 0.5" for name in names)])
     kept = line.removesuffix("  ...")
     assert len(line) <= 100
     assert kept == whole if kept == line else whole.startswith(f"{kept}  ")
@@ -160,7 +167,7 @@ def test_a_closed_pipe_does_not_end_the_training(tmp_path, monkeypatch):
 
     monkeypatch.setattr(sys, "stdout", Closed())
     monkeypatch.setattr(logging, "raiseExceptions", False)
-    with tracker(tmp_path, headline=("lr",)) as rl:
+    with tracker(tmp_path, headline={"lr": "lr"}) as rl:
         rl.log(0, {"lr": 1.0})
     assert len(read_lines(tmp_path / "metrics.jsonl")) == 1
 
@@ -192,11 +199,11 @@ def test_on_a_terminal_a_bar_stands_below_the_log(tmp_path, capsys, monkeypatch)
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with tracker(tmp_path, headline=("lr",)) as rl:
+    with tracker(tmp_path, headline={"lr": "lr"}) as rl:
         for step in rl.progress(range(2), "train"):
             rl.log(step, {"lr": 1.0})
     assert "train:" in terminal.getvalue()
-    assert capsys.readouterr().out == "rl 1/20  lr 1\nrl 2/20  lr 1\n"
+    assert untimed(capsys.readouterr().out) == "rl 1/20  00:00 left  lr 1\nrl 2/20  00:00 left  lr 1\n"
     assert terminal.getvalue().endswith("\r")  # the finished bar is gone
 
 
@@ -310,7 +317,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
 
 
 def test_a_disabled_tracker_leaves_no_trace(tmp_path, capsys):
-    with tracker(tmp_path / "run", enabled=False, headline=("lr",)) as rank:
+    with tracker(tmp_path / "run", enabled=False, headline={"lr": "lr"}) as rank:
         rank.log(0, {"lr": 1.0})
         rank.trajectories(0, "train", [trajectory()])
         assert list(rank.progress(range(3), "work")) == [0, 1, 2]

@@ -174,7 +174,7 @@ def test_golden_table(tmp_path):
 )
 def test_a_mistake_on_the_command_line_is_said_in_one_line(made, monkeypatch, capsys, arguments, said):
     monkeypatch.setattr("sys.argv", ["tts", *arguments])
-    monkeypatch.setattr(runner, "setup_logging", lambda: None)
+    monkeypatch.setattr("envace.console.setup_logging", lambda **_: None)
     with pytest.raises(SystemExit) as caught:
         runner.main()
     assert caught.value.code == 2 and said in capsys.readouterr().err and made == []

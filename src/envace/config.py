@@ -14,7 +14,6 @@ import json
 import math
 import platform
 import subprocess
-import sys
 import tokenize
 from collections.abc import Iterator
 from dataclasses import is_dataclass
@@ -99,8 +98,8 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **found}
 
 
-def cli(description: str) -> Config:
-    """The config an entry point was called with. A mistake ends the program here, before any model is loaded."""
+def settings_parser(description: str) -> argparse.ArgumentParser:
+    """The command line of an entry point that takes settings: --config PATH and key=value, every key in its --help."""
     keys = [
         f"  {key}={'(must be set)' if default == MISSING else default}\n      {doc} ({_expected(kind)})"
         for key, (kind, default, doc) in schema().items()
@@ -114,12 +113,7 @@ def cli(description: str) -> Config:
     )
     parser.add_argument("--config", metavar="PATH", help="YAML file; `inherits: other.yaml` in it names its base")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
-    arguments, unknown = parser.parse_known_intermixed_args()
-    try:
-        return load_config(arguments.config, arguments.overrides + unknown)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    return parser
 
 
 class Setting(NamedTuple):

@@ -21,6 +21,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from envace.chat import TOOL_TOKENS, TURN_TOKENS, ChatFormat, TokenizerError
+from envace.console import run
 from envace.data import open_source
 from envace.endpoints import probe
 from envace.memory import (
@@ -38,7 +39,6 @@ from envace.memory import (
 )
 from envace.outage import EndpointError
 from envace.settings import Config, EndpointConfig, ModelConfig
-from envace.tracking import run
 from envace.types import UserError, first_line
 
 STAGES: tuple[Stage, ...] = ("sft", "rl", "eval")

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from envace.config import cli
+from envace.config import load_config, settings_parser
+from envace.console import add_options, command
 from envace.settings import Config
 from envace.types import UserError
 
@@ -49,17 +50,18 @@ def main() -> None:
     options = _parse(sys.argv[1:])
     # From here on the command line is the script's, mistakes and --help included.
     sys.argv = [options.script, *options.arguments]
-    config = cli(f"{options.script}, started by envace.launch on every GPU")
-    try:
+    parser = settings_parser(f"{options.script}, started by envace.launch on every GPU")
+    add_options(parser)
+    of_script, unknown = parser.parse_known_intermixed_args()
+    with command(of_script):
+        config = load_config(of_script.config, of_script.overrides + unknown)
         processes = processes_per_node(config, torch.cuda.device_count(), options.gpus)
         machines = _machines(options)
-    except LaunchError as error:
-        sys.exit(f"error: {error}")
-    command = [sys.executable, *arguments(sys.argv, processes, machines, os.cpu_count() or 1)]
+    started = [sys.executable, *arguments(sys.argv, processes, machines, os.cpu_count() or 1)]
     variables = os.environ | environment(config, processes, machines)
     if processes * machines.nodes == 1:
-        os.execve(sys.executable, command, variables)
-    sys.exit(run_workers(command, variables))
+        os.execve(sys.executable, started, variables)
+    sys.exit(run_workers(started, variables))
 
 
 def run_workers(command: list[str], variables: dict[str, str]) -> int:
@@ -113,7 +115,7 @@ def arguments(script: list[str], processes: int, machines: Machines, cores: int)
     if processes * machines.nodes == 1:
         return script
     return [
-        *["-m", "accelerate.commands.launch", "--multi_gpu"],
+        *["-m", "envace.elastic", "--multi_gpu"],
         *["--num_processes", str(processes * machines.nodes)],
         *["--num_machines", str(machines.nodes)],
         *["--machine_rank", str(machines.rank)],

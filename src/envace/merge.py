@@ -6,12 +6,11 @@ python -m envace.merge ADAPTER OUTPUT [--dtype bfloat16]
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
+from envace.console import add_options, command
 from envace.policy import merge_adapter
 from envace.settings import ModelConfig
-from envace.types import UserError
 
 
 def main() -> None:
@@ -19,11 +18,10 @@ def main() -> None:
     parser.add_argument("adapter", type=Path, help="folder of the adapter, such as runs/x/rl")
     parser.add_argument("output", type=Path, help="folder to write")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the merged weights")
+    add_options(parser)
     arguments = parser.parse_args()
-    try:
+    with command(arguments, interrupted="interrupted: nothing was written"):
         merge_adapter(arguments.adapter, arguments.output, ModelConfig(dtype=arguments.dtype))
-    except UserError as error:
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

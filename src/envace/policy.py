@@ -39,10 +39,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.utils import is_flash_attn_2_available
 
 from envace.batching import Row, divide, num_scored, rows_to_batch, rows_to_packed_batch
 from envace.chat import TOOL_TOKENS, TURN_TOKENS, ChatFormat
 from envace.checkpoints import PARTIAL, publish
+from envace.failures import in_memory, is_out_of_memory
 from envace.generation import CachedGenerator
 from envace.memory import read_deepspeed
 from envace.scoring import Scorer, score_inputs
@@ -78,6 +80,7 @@ class Policy:
     build: makes the model at `model.path` if nothing is there; called on one rank.
     """
 
+    @in_memory("load")
     def __init__(
         self,
         model: ModelConfig,
@@ -159,6 +162,7 @@ class Policy:
         """Token ids -> text, special tokens kept. For logs only."""
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
+    @in_memory("load")
     def prepare_training(
         self,
         *,
@@ -244,7 +248,7 @@ class Policy:
         was_training = self.lm.training
         self.lm.eval()
         try:
-            with nullcontext() if partitioned else self._whole_weights():
+            with in_memory("rollout"), nullcontext() if partitioned else self._whole_weights():
                 generator = CachedGenerator(
                     self.model, self.chat.pad_id, sampling, anyone=self.any_rank if partitioned else None
                 )
@@ -274,6 +278,7 @@ class Policy:
             finally:
                 offload.setup_zero_stage3_hooks()
 
+    @in_memory("update")
     def logprobs(self, batch: Batch, temperature: float, *, with_entropy: bool = True) -> tuple[Tensor, Tensor | None]:
         """(logprobs, entropy or None), both (B, T), of `batch` (on this device) under the current weights.
 
@@ -283,6 +288,7 @@ class Policy:
         self.engine.train(self.sharding.gradient_checkpointing)
         return self.engine(**self._inputs(batch), temperature=temperature, with_entropy=with_entropy)
 
+    @in_memory("update")
     @torch.no_grad()
     def ref_logprobs(self, batch: Batch, temperature: float) -> Tensor:
         """(B, T) under the frozen reference."""
@@ -342,6 +348,7 @@ class Policy:
     def _apart(self) -> AbstractContextManager[None]:
         return self.engine.no_sync() if isinstance(self.engine, DistributedDataParallel) else nullcontext()
 
+    @in_memory("update")
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of `loss`, which is normalised by the denominator of the whole global batch."""
         self._accumulated = True
@@ -353,6 +360,7 @@ class Policy:
         else:
             self.accelerator.backward(loss)
 
+    @in_memory("update")
     def step(self, lr: float) -> dict[str, float]:
         """One optimizer step at learning rate `lr`. Returns grad_norm and skipped.
 
@@ -386,7 +394,7 @@ class Policy:
         if self.skipped_in_a_row >= self.max_nonfinite_steps:
             raise Diverged(
                 f"{self.skipped_in_a_row} updates in a row had a gradient that is not finite; "
-                "lower the learning rate or look at the losses in metrics.jsonl"
+                "lower the learning rate, and look at loss and grad_norm in metrics.jsonl for the step where it began"
             )
 
     # Between ranks
@@ -558,6 +566,13 @@ def _load(config: ModelConfig) -> tuple[Any, Any]:
         raise LoadError(f"{where} is no folder; give an existing one, such as that of an earlier stage, or a hub name")
     options = {"trust_remote_code": config.trust_remote_code}
     is_adapter = (Path(config.path) / ADAPTER_CONFIG).exists()
+    if config.attn_implementation == "flash_attention_2" and not _has_flash_attention():
+        raise LoadError(
+            "model.attn_implementation=flash_attention_2 needs an NVIDIA GPU and the package flash-attn: "
+            "install it, or set model.attn_implementation=sdpa"
+        )
+    if config.dtype == "bfloat16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(False):
+        raise LoadError("this GPU does not compute in bfloat16: set model.dtype=float32, or use a newer one")
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.path, **options)
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -569,7 +584,12 @@ def _load(config: ModelConfig) -> tuple[Any, Any]:
         if is_adapter:
             model = PeftModel.from_pretrained(model, config.path, adapter_name=ADAPTER, is_trainable=True)
     except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, SafetensorError) as e:
-        raise LoadError(f"{where} cannot be loaded ({first_line(e)}); give a folder or hub name of a causal LM") from e
+        if is_out_of_memory(e):
+            raise
+        advice = "give a folder or hub name of a causal LM"
+        if not Path(config.path).exists():
+            advice = "no such folder is here, so the Hugging Face hub was asked: check the name and the network"
+        raise LoadError(f"{where} cannot be loaded ({first_line(e)}); {advice}") from e
     # Exactly this kind: a sliding window would count the holes that a kept cache has.
     if not all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers):
         raise LoadError(
@@ -586,6 +606,10 @@ def _load(config: ModelConfig) -> tuple[Any, Any]:
         if len(tokenizer) > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(len(tokenizer))
     return model, tokenizer
+
+
+def _has_flash_attention() -> bool:
+    return torch.cuda.is_available() and is_flash_attn_2_available()
 
 
 def _switch_dropout_off(model: nn.Module) -> None:
@@ -608,7 +632,8 @@ def _with_adapter(lm: Any, model: ModelConfig, lora: LoraSettings) -> Any:
         try:
             return get_peft_model(lm, config, adapter_name=ADAPTER)
         except ValueError as e:
-            raise LoadError(f"policy.lora.targets={targets}: {first_line(e)}") from e
+            known = ", ".join(sorted({n.rpartition(".")[2] for n, m in lm.named_modules() if isinstance(m, nn.Linear)}))
+            raise LoadError(f"policy.lora.targets={targets}: {first_line(e)} This model has {known}") from e
     saved: Any = lm.peft_config[ADAPTER]
     if (saved.r, saved.lora_alpha) != (lora.r, lora.alpha):
         raise LoadError(

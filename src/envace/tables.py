@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 from pathlib import Path
 
+from envace.console import add_options, command
 from envace.report.paper_figures import draw_all
 from envace.report.render import Table, latex, markdown
 from envace.report.results import read_results
 from envace.report.tables import tables
-from envace.tracking import setup_logging
 from envace.types import UserError
 
 logger = logging.getLogger("envace")
@@ -44,12 +43,10 @@ def main() -> None:
     parser.add_argument("runs", nargs="*", type=Path, help="run_dir folders of benchmarks")
     parser.add_argument("--name", action="append", default=[], metavar="RUN=NAME", help="what a run's row is called")
     parser.add_argument("--out", type=Path, default=Path("runs/tables"), help="folder to write (default runs/tables)")
+    add_options(parser)
     arguments = parser.parse_args()
-    setup_logging()
-    try:
+    with command(arguments, interrupted="interrupted"):
         write(arguments.runs, names_of(arguments.name), arguments.out)
-    except UserError as error:
-        sys.exit(f"error: {error}")
 
 
 def names_of(pairs: list[str]) -> dict[Path, str]:

@@ -4,7 +4,7 @@
     run_dir/<name>.versions.json    versions of Python and the libraries
     run_dir/metrics.jsonl           {"stage", "step", "time", <metric>: number, ...}, one line a step
     run_dir/trajectories.jsonl      one trajectory a line; see `trajectory_record`
-    run_dir/tensorboard/<name>      the same metrics for TensorBoard
+    run_dir/tensorboard/<name>      the same metrics, the settings and some trajectories for TensorBoard
 
 A stage that runs again in the same folder replaces its own earlier lines, and says so. JSON has no NaN: such numbers
 are written as the strings "NaN", "Infinity" and "-Infinity", which `float` reads back.
@@ -15,24 +15,24 @@ from __future__ import annotations
 import json
 import logging
 import math
-import shutil
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from envace.config import cli, save_config, versions
+from envace.board import Board
+from envace.config import save_config, settings_of, versions
+from envace.console import one_line, progress
+from envace.failures import not_written
 from envace.settings import Config
 from envace.types import Trajectory, UserError
 
-CONSOLE_WIDTH = 100
 logger = logging.getLogger("envace")
 
 
@@ -40,36 +40,12 @@ class TrackingError(UserError):
     """A file of the run cannot be written; the message names it and says why."""
 
 
-def setup_logging() -> None:
-    """Send the log lines of this package to stdout, as they are. For entry points; calling it again changes nothing."""
-    handler = _AboveBars()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    logger.handlers = [handler]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-
-
-def run(main: Callable[[Config], object], description: str) -> None:
-    """What an entry point does with its command line: a mistake or a failure is one line on stderr, no traceback.
-
-    Exit code 2 for a mistake in the settings, before any model is loaded; 1 for anything else the user can put right.
-    """
-    setup_logging()
-    config = cli(description)
-    try:
-        main(config)
-    except UserError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted: nothing was saved; SIGTERM saves a checkpoint first")
-
-
 class Tracker:
     """Writes one stage of a run. A context manager: leaving it closes the files.
 
     name: of the stage, such as "sft" or "rl"; it marks each line and names the files.
     total_steps: how many steps the stage has, for the console.
-    headline: the metrics the console shows, where a step has them. None of them: no line.
+    headline: {label: metric} of what the console shows, where a step has it. None of them: no line.
     decode: token ids -> text, special tokens kept. None: trajectories are written without text.
     first_step: what an earlier run recorded from this step on is replaced; a resumed run keeps what came before.
     enabled: False turns every method into one that does nothing (all ranks but the first).
@@ -83,7 +59,7 @@ class Tracker:
         *,
         name: str,
         total_steps: int,
-        headline: tuple[str, ...] = (),
+        headline: Mapping[str, str] = MappingProxyType({}),
         decode: Callable[[list[int]], str] | None = None,
         enabled: bool = True,
         first_step: int = 0,
@@ -92,6 +68,8 @@ class Tracker:
         self.name = name
         self.total_steps = total_steps
         self.headline = headline
+        self.first_step = first_step
+        self._started = time.monotonic()
         self.decode = decode
         self.enabled = enabled
         if not enabled:
@@ -100,8 +78,8 @@ class Tracker:
             self._remove_records(first_step)
             save_config(config, self.run_dir / f"{name}.config.yaml")
             (self.run_dir / f"{name}.versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
-            board = str(self.run_dir / "tensorboard" / name)
-            self._board = SummaryWriter(board, purge_step=first_step if first_step else None)
+            board = self.run_dir / "tensorboard" / name
+            self._board = Board(board, settings_of(config), tuple(self.headline.values()), first_step)
 
     def log(self, step: int, metrics: Mapping[str, float | Tensor]) -> None:
         """Record the metrics of a step: finite numbers or not, scalar tensors too. Steps count from 0."""
@@ -110,46 +88,41 @@ class Tracker:
         values = {key: float(value) for key, value in metrics.items()}
         self._append("metrics.jsonl", [{"stage": self.name, "step": step, "time": round(time.time(), 3), **values}])
         with _writing(self.run_dir / "tensorboard"):
-            for key, value in values.items():
-                self._board.add_scalar(key, value, step)
-            # Its writer is a thread, whose failure would come to light much later.
-            self._board.flush()
-        if shown := [f"{key} {values[key]:.4g}" for key in self.headline if key in values]:
-            logger.info(_one_line([f"{self.name} {step + 1}/{self.total_steps}", *shown]))
+            self._board.scalars(step, values)
+        if shown := [f"{label} {values[key]:.4g}" for label, key in self.headline.items() if key in values]:
+            logger.info(one_line([f"{self.name} {step + 1}/{self.total_steps}", *self._remaining(step), *shown]))
 
     def trajectories(self, step: int, split: str, trajectories: list[Trajectory], limit: int | None = None) -> None:
         """Append trajectories, only the first `limit` if given. split: such as "train" or "eval-real"."""
         if not self.enabled:
             return
         where = {"stage": self.name, "step": step, "split": split}
-        self._append("trajectories.jsonl", [where | trajectory_record(t, self.decode) for t in trajectories[:limit]])
+        records = [where | trajectory_record(t, self.decode) for t in trajectories[:limit]]
+        self._append("trajectories.jsonl", records)
+        if self.decode is not None:
+            with _writing(self.run_dir / "tensorboard"):
+                self._board.texts(step, split, records)
 
     def progress(self, work: Collection[Any] | int, label: str) -> tqdm[Any]:
-        """A progress bar, on a terminal; elsewhere a log line at about every tenth of the work.
+        """See `envace.console.progress`."""
+        return progress(work, label, enabled=self.enabled)
 
-        work: something of known length to iterate over, or a total that the caller advances with `update(n)`.
-        """
-        total = work if isinstance(work, int) else len(work)
-        settings: dict[str, Any] = {"total": total, "desc": label, "disable": not self.enabled}
-        if sys.stderr.isatty():
-            settings |= {"leave": False, "dynamic_ncols": True}
-        else:
-            # A forced refresh after maxinterval would add lines of its own.
-            settings |= {"miniters": math.ceil(total / 10), "mininterval": 0, "maxinterval": math.inf}
-            settings |= {"file": _LogLines(), "bar_format": "{desc} {n_fmt}/{total_fmt}, {remaining} left"}
-        return tqdm(None if isinstance(work, int) else work, **settings)
+    def phase(self, total: int, label: str) -> tqdm[Any]:
+        """A bar for a part of a step, on a terminal; elsewhere nothing, as the line of the step is enough there."""
+        return progress(total, label, enabled=self.enabled, only_terminal=True)
 
-    def close(self) -> None:
+    def close(self, *, complete: bool = True) -> None:
+        """complete: the stage has come to its end."""
         if self.enabled:
             with _writing(self.run_dir / "tensorboard"):
-                self._board.close()
+                self._board.close(complete=complete)
 
     def __enter__(self) -> Tracker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            self.close()
+            self.close(complete=kind is None)
         except TrackingError as error:
             # A full disk fails twice; what failed first tells more.
             if kind is None:
@@ -169,10 +142,15 @@ class Tracker:
                 rewritten = file.with_suffix(".partial")
                 rewritten.write_text("".join(kept), encoding="utf-8")
                 rewritten.replace(file)
-        if first_step == 0:
-            shutil.rmtree(self.run_dir / "tensorboard" / self.name, ignore_errors=True)
         if removed:
             logger.info("%s: replaced %d records of an earlier run of stage %s", self.run_dir, removed, self.name)
+
+    def _remaining(self, step: int) -> list[str]:
+        """As long as the steps of this process so far have taken on average, evaluations included."""
+        if (left := self.total_steps - step - 1) <= 0:
+            return []
+        seconds = (time.monotonic() - self._started) / (step + 1 - self.first_step) * left
+        return [f"{tqdm.format_interval(seconds)} left"]
 
     def _stays(self, record: dict[str, Any], first_step: int) -> bool:
         return record["stage"] != self.name or record["step"] < first_step
@@ -181,6 +159,18 @@ class Tracker:
         lines = [json.dumps(without_nan(record), allow_nan=False) + "\n" for record in records]
         with _writing(self.run_dir / file), (self.run_dir / file).open("a", encoding="utf-8") as stream:
             stream.writelines(lines)
+
+
+def places(config: Config, name: str, **more: str | Path) -> dict[str, str]:
+    """For the final summary of a stage: where its records are. more: what else it says, in front of them."""
+    run_dir = Path(config.run_dir)
+    files = {
+        "metrics": run_dir / "metrics.jsonl",
+        "trajectories": run_dir / "trajectories.jsonl",
+        "TensorBoard": run_dir / "tensorboard",
+        "config": run_dir / f"{name}.config.yaml",
+    }
+    return {key: str(value) for key, value in [*more.items(), *files.items()] if Path(value).exists()}
 
 
 def trajectory_record(trajectory: Trajectory, decode: Callable[[list[int]], str] | None = None) -> dict[str, Any]:
@@ -228,43 +218,9 @@ def without_nan(value: Any) -> Any:
     return value
 
 
-def _one_line(parts: list[str]) -> str:
-    """Joined by two spaces. What does not fit the console is cut between two parts and shows as an ellipsis."""
-    line, end = "  ".join(parts), "  ..."
-    if len(line) <= CONSOLE_WIDTH:
-        return line
-    return line[: CONSOLE_WIDTH - len(end) + 2].rsplit("  ", 1)[0] + end
-
-
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise TrackingError(f"cannot write {error.filename or path}: {error.strerror or error}") from error
-
-
-class _AboveBars(logging.Handler):
-    """Writes to stdout, above a progress bar if one is shown."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            tqdm.write(self.format(record), file=sys.stdout)
-        except (OSError, UnicodeError):  # a closed pipe must not end a training
-            self.handleError(record)
-
-
-class _LogLines:
-    """Stands in for tqdm's terminal: each new state of the bar is a log line."""
-
-    def __init__(self) -> None:
-        self.last = ""
-
-    def write(self, text: str) -> None:
-        # tqdm redraws with carriage returns and padding, and draws the last state twice.
-        if (line := text.strip()) and line != self.last:
-            self.last = line
-            logger.info(line)
-
-    def flush(self) -> None:
-        """Nothing is held back."""
+        raise TrackingError(not_written(error, path)) from error

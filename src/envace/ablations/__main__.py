@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children
 
 from envace.ablations.runs import ROOTS, Run, WarmUp, is_done, plan, recorded, with_warm_ups
 from envace.ablations.workers import do, workers
-from envace.config import ConfigError
+from envace.console import add_options, command
 from envace.interrupts import sigterm_interrupts
 from envace.records import read_record
 from envace.report.ablations import MOST_SEEDS, write_report
-from envace.tracking import setup_logging
 from envace.types import UserError
 
 logger = logging.getLogger("envace")
@@ -35,23 +33,17 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, help="repetitions of the core variants (default 5, with --quick 1)")
     parser.add_argument("--only", default="", metavar="A,B", help="these variants alone")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, which share the cores (default 2)")
+    add_options(parser)
     arguments = parser.parse_args()
     seeds = arguments.seeds if arguments.seeds is not None else 1 if arguments.quick else 5
     if not 1 <= seeds <= MOST_SEEDS:
         parser.error(f"--seeds must be within 1 and {MOST_SEEDS}")
     if arguments.jobs < 1:
         parser.error("--jobs must be at least 1")
-    setup_logging()
-    try:
+    with command(arguments, interrupted="interrupted: the same command goes on from the last checkpoint"):
         runs = plan(seeds, quick=arguments.quick, only=tuple(filter(None, arguments.only.split(","))))
         with sigterm_interrupts(), workers(arguments.jobs) as pool:
             carry_out(runs, arguments.quick, pool, arguments.jobs)
-    except ConfigError as error:
-        parser.error(str(error))
-    except UserError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted: the same command goes on from the last checkpoint")
 
 
 def carry_out(runs: list[Run], quick: bool, pool: Executor, jobs: int) -> None:

@@ -14,8 +14,8 @@ import evaluate
 import train_rl
 import train_sft
 from envace.ablations.runs import Run, WarmUp, training_costs
+from envace.console import setup_logging
 from envace.records import write_record
-from envace.tracking import setup_logging
 
 
 def workers(jobs: int) -> Executor:

@@ -21,7 +21,7 @@ from pathlib import Path
 from envace.benchmarks.benchmark import STAMP
 from envace.benchmarks.checkout import Checkout, check_source, copy_folders, fetched, run_step
 from envace.benchmarks.tau2 import PARTS
-from envace.tracking import setup_logging
+from envace.console import add_options, command
 from envace.types import UserError
 
 logger = logging.getLogger("envace")
@@ -183,12 +183,10 @@ def main() -> None:
     parser.add_argument("benchmark", choices=HARNESSES)
     parser.add_argument("--home", type=Path, default=Path(".bench"), help="where it goes (default .bench)")
     parser.add_argument("--source", type=Path, metavar="FOLDER", help="a checkout of the harness that is there already")
+    add_options(parser)
     arguments = parser.parse_args()
-    setup_logging()
-    try:
+    with command(arguments, interrupted="interrupted: the same command begins anew"):
         set_up(arguments.benchmark, arguments.home, arguments.source)
-    except UserError as error:
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -26,10 +26,9 @@ from envace.benchmarks.replay.vita import SCRIPTED
 from envace.benchmarks.runs import BENCHMARKS, evaluate_benchmark
 from envace.benchmarks.served import listening
 from envace.benchmarks.sizes import TASKS
-from envace.config import ConfigError, load_config
+from envace.config import load_config
+from envace.console import add_options, command
 from envace.interrupts import sigterm_interrupts
-from envace.tracking import setup_logging
-from envace.types import UserError
 
 logger = logging.getLogger("envace")
 
@@ -144,20 +143,16 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=0, help="the first N of each part; 0 (default) takes all")
     parser.add_argument("--home", type=Path, default=Path(".bench"), help="where the harnesses are (default .bench)")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-verify"), help="default runs/bench-verify")
+    add_options(parser)
     arguments = parser.parse_args()
-    setup_logging()
     checks: list[Check] = []
-    try:
+    with command(arguments, interrupted="interrupted: the same command begins anew"):
         BENCHMARKS[arguments.benchmark].version(arguments.home)
         with sigterm_interrupts():  # also while a scripted server starts
             for mode in ("oracle", "null"):
                 for parts in groups(arguments.benchmark, mode):
                     out = arguments.out / mode / parts[0]
                     checks += verify(arguments.benchmark, mode, parts, arguments.tasks, arguments.home, out)
-    except (UserError, ConfigError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted: the same command begins anew")
     print(report(checks))
     sys.exit(any(not c.holds for c in checks))
 

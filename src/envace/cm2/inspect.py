@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,9 +21,10 @@ from envace.checklist import FOCUS_ON, Item
 from envace.cm2.files import FileError, read_rows
 from envace.cm2.records import Problem, Record, SFTRow, load_rl, load_sft
 from envace.cm2.rows import Messages, Tools, prompt_of
+from envace.console import add_options, command
 from envace.demonstrations import demonstration
 from envace.prompts import to_json
-from envace.types import UserError, first_line
+from envace.types import first_line
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,7 @@ def main() -> None:
     inspect.add_argument("path", help="file, folder, or OWNER/NAME[:PATTERN] on the Hugging Face hub")
     inspect.add_argument("--schema", choices=("rl", "sft"), help="of the rows; by default as the first row looks")
     inspect.add_argument("--tokenizer", help="folder of a tokenizer: lengths in tokens too")
+    add_options(inspect)
     arguments = parser.parse_args()
-    try:
+    with command(arguments, interrupted="interrupted"):
         print(report(arguments.path, arguments.schema, arguments.tokenizer))
-    except UserError as error:
-        sys.exit(f"error: {error}")

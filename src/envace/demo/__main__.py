@@ -27,6 +27,7 @@ import train_rl
 import train_sft
 from envace.chat import ChatFormat
 from envace.config import ConfigError, load_config, versions
+from envace.console import add_options, command, conclude
 from envace.demo.agents import call_at_random, do_nothing
 from envace.demo.source import DemoSource
 from envace.environments import Real
@@ -35,7 +36,6 @@ from envace.evaluation import assign_rewards, known_pairs, limits_of, success
 from envace.metrics import bootstrap_ci
 from envace.report.figures import learning_curve, markdown_table
 from envace.settings import Config
-from envace.tracking import setup_logging
 from envace.types import Generate, Result
 
 CONFIG = "configs/demo.yaml"
@@ -60,22 +60,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m envace.demo", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=1, help="independent repetitions (default 1)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"settings that win over {CONFIG}")
+    add_options(parser)
     arguments = parser.parse_args()
     if arguments.seeds < 1:
         parser.error("--seeds must be at least 1")
-    setup_logging()
-    try:
-        root = Path(load_config(CONFIG, arguments.overrides).run_dir)
-    except ConfigError as error:
-        parser.error(str(error))
-    if taken := [o for o in arguments.overrides if o.startswith(SET_HERE)]:
-        parser.error(f"{taken[0]} is set by the demo itself")
+    with command(arguments, interrupted="interrupted: the reports of whole seeds are written"):
+        conclude(carry_out(arguments.seeds, arguments.overrides))
+
+
+def carry_out(seeds: int, overrides: list[str]) -> dict[str, str]:
+    """Every seed; returns what is said at the end. Raises ConfigError, UserError."""
+    root = Path(load_config(CONFIG, overrides).run_dir)
+    if taken := [o for o in overrides if o.startswith(SET_HERE)]:
+        raise ConfigError(f"{taken[0]} is set by the demo itself: leave it out")
     runs = []
-    for seed in range(arguments.seeds):
-        runs.append(run_seed(seed, root / f"seed{seed}", arguments.overrides))
+    for seed in range(seeds):
+        runs.append(run_seed(seed, root / f"seed{seed}", overrides))
         # Written after every seed: what is done is there even if a later seed is interrupted.
         write_report(runs, root)
-    logger.info("report: %s, %s and %s", root / "report.json", root / "table.md", root / "curve.png")
+    before, after = (mean(run[stage]["real_success"] for run in runs) for stage in ("sft", "rl"))
+    last = root / f"seed{seeds - 1}" / "rl"
+    return {
+        "real success": f"{before:.3f} after SFT, {after:.3f} after RL in rehearsal",
+        "report": f"{root / 'report.json'}, {root / 'table.md'} and {root / 'curve.png'}",
+        "weights": str(last / "rl"),
+        "metrics": str(last / "metrics.jsonl"),
+        "trajectories": str(last / "trajectories.jsonl"),
+        "TensorBoard": f"tensorboard --logdir {root}",
+        "config": str(last / "rl.config.yaml"),
+        "next": 'change src/envace/advantages.py, say, then make demo ARGS="run_dir=runs/changed"',
+    }
 
 
 def run_seed(seed: int, folder: Path, overrides: list[str]) -> dict[str, Any]:

@@ -17,10 +17,11 @@ from typing import Any
 
 import evaluate
 from envace.checkpoints import exports
+from envace.console import run
 from envace.data import ExecutableSource, open_source
 from envace.report.dynamics import draw
 from envace.settings import Config
-from envace.tracking import logger, run, without_nan
+from envace.tracking import logger, without_nan
 from envace.types import UserError
 
 CURVE = ("real_success", "ci", "rehearsed_success", "rehearsed_ci", "imagination_gap", "fidelity_by_round")

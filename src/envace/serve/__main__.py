@@ -9,6 +9,7 @@ A second one does not wait for them.
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import logging
 import math
@@ -22,6 +23,7 @@ from fastapi import FastAPI
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from envace.chat import ChatFormat
+from envace.console import run
 from envace.keys import secret
 from envace.serve.app import create_app
 from envace.serve.engine import Engine
@@ -31,7 +33,6 @@ from envace.serve.metrics import Metrics
 from envace.serve.remote import RemoteEngine
 from envace.settings import Config, ModelConfig
 from envace.team import evaluation_team, rehearsing_team
-from envace.tracking import run
 from envace.types import UserError, first_line
 
 logger = logging.getLogger("envace")
@@ -83,7 +84,10 @@ def bound(host: str, port: int) -> socket.socket:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind(address)
     except OSError as error:
-        raise UserError(f"serve.host={host} serve.port={port}: {first_line(error)}") from error
+        advice = "take another port, or end what uses this one" if error.errno == errno.EADDRINUSE else "correct them"
+        raise UserError(
+            f"serve.host={host} serve.port={port}: {error.strerror or first_line(error)}: {advice}"
+        ) from error
     return opened
 
 

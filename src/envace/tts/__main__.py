@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -21,12 +20,11 @@ from typing import Literal, get_args
 import evaluate
 import train_rl
 import train_sft
-from envace.config import ConfigError, load_config, settings_of
+from envace.config import load_config, settings_of
+from envace.console import add_options, command
 from envace.records import is_done, read_record, write_record
 from envace.report.tts import write_report
 from envace.settings import Config
-from envace.tracking import setup_logging
-from envace.types import UserError
 
 CONFIG = "configs/rehearsal.yaml"
 ROOTS = {False: Path("runs/tts"), True: Path("runs/tts_quick")}
@@ -62,18 +60,15 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4, help="runs of each task (default 4)")
     parser.add_argument("--seed", type=int, default=0, help="of the model, its training and the runs (default 0)")
     parser.add_argument("--quick", action="store_true", help="in minutes, with models that can do nothing: a check")
+    add_options(parser)
     arguments = parser.parse_args()
-    setup_logging()
     try:
         rows = rows_of(arguments.modes.split(","), [int(n) for n in arguments.numbers.split(",")])
+    except ValueError as error:
+        parser.error(str(error))
+    with command(arguments, interrupted="interrupted: the same command goes on with the row that it was at"):
         tasks, samples = (4, 2) if arguments.quick else (arguments.tasks, arguments.samples)
         sweep(rows, tasks, samples, arguments.seed, quick=arguments.quick)
-    except (ConfigError, ValueError) as error:
-        parser.error(str(error))
-    except UserError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted: the same command goes on with the row that it was at")
 
 
 def rows_of(modes: list[str], numbers: list[int]) -> list[Row]:

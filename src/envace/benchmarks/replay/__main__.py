@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,13 @@ from typing import Any
 from envace.benchmarks.replay import bfcl, finmcp, tau2, vita
 from envace.benchmarks.replay.script import Script, ScriptError, silent
 from envace.config import load_config
+from envace.console import add_options, command
 from envace.serve.__main__ import bound, serve
 from envace.serve.app import create_app
 from envace.serve.engine import Chunks, Prepared
 from envace.serve.errors import bad_request
 from envace.serve.replies import Reply, completion
 from envace.serve.requests import ChatRequest
-from envace.tracking import setup_logging
 from envace.types import Task, UserError
 
 Maker = Callable[[Path, Sequence[str]], Script]
@@ -80,16 +79,14 @@ def main() -> None:
     parser.add_argument("--home", type=Path, default=Path(".bench"), help="where the harnesses are (default .bench)")
     parser.add_argument("--name", default=NAME, help=f"of the model (default {NAME})")
     parser.add_argument("--port", type=int, default=0, help="0 (default) takes a free one and logs it")
+    add_options(parser)
     arguments = parser.parse_args()
-    setup_logging()
-    try:
+    with command(arguments, interrupted="interrupted"):
         script = script_of(arguments.benchmark, arguments.mode, arguments.home, arguments.parts.split(","))
         config = load_config(None, ["model.path="])
         app = create_app(ReplayEngine(script, arguments.name), config)
         with bound("127.0.0.1", arguments.port) as listening:
             asyncio.run(serve(app, listening, config.serve.timeout))
-    except UserError as error:
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
