@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from envace.config import cli, save_config, versions
 from envace.settings import Config
-from envace.types import Trajectory, UserError
+from envace.types import Role, Trajectory, UserError
 
 CONSOLE_WIDTH = 100
 logger = logging.getLogger("envace")
@@ -93,6 +93,7 @@ class Tracker:
         self.total_steps = total_steps
         self.headline = headline
         self.decode = decode
+        self.record_tokens = config.record_tokens
         self.enabled = enabled
         if not enabled:
             return
@@ -117,12 +118,28 @@ class Tracker:
         if shown := [f"{key} {values[key]:.4g}" for key in self.headline if key in values]:
             logger.info(_one_line([f"{self.name} {step + 1}/{self.total_steps}", *shown]))
 
-    def trajectories(self, step: int, split: str, trajectories: list[Trajectory], limit: int | None = None) -> None:
-        """Append trajectories, only the first `limit` if given. split: such as "train" or "eval-real"."""
+    def trajectories(
+        self,
+        step: int,
+        split: str,
+        trajectories: list[Trajectory],
+        limit: int | None = None,
+        advantages: Tensor | None = None,
+    ) -> None:
+        """Append trajectories, only the first `limit` if given. split: such as "train" or "eval-real".
+
+        advantages: (N,), one entry for each output in the order of `for t in trajectories for output in t.outputs()`.
+        The first `record_tokens` have every token of the policy with its logprob.
+        """
         if not self.enabled:
             return
         where = {"stage": self.name, "step": step, "split": split}
-        self._append("trajectories.jsonl", [where | trajectory_record(t, self.decode) for t in trajectories[:limit]])
+        remaining = None if advantages is None else iter(advantages.tolist())
+        records = [
+            where | trajectory_record(t, self.decode, advantages=remaining, with_tokens=number < self.record_tokens)
+            for number, t in enumerate(trajectories[:limit])
+        ]
+        self._append("trajectories.jsonl", records)
 
     def progress(self, work: Collection[Any] | int, label: str) -> tqdm:
         """A progress bar, on a terminal; elsewhere a log line at about every tenth of the work.
@@ -183,12 +200,21 @@ class Tracker:
             stream.writelines(lines)
 
 
-def trajectory_record(trajectory: Trajectory, decode: Callable[[list[int]], str] | None = None) -> dict[str, Any]:
+def trajectory_record(
+    trajectory: Trajectory,
+    decode: Callable[[list[int]], str] | None = None,
+    *,
+    advantages: Iterator[float] | None = None,
+    with_tokens: bool = False,
+) -> dict[str, Any]:
     """A trajectory as JSON: how it was judged, and who wrote each segment on what evidence.
 
     verdicts: [turn][variant][step][item], of a checklist judge. predictions: of calls to risky tools, by a gate.
     provenance: the payload hash of an observed response; the model and the prompt hash of a rehearsed one.
     sequence: which token stream a segment stands in (0 is ACT's). tokens: how many it has.
+    advantage: of an output; taken from `advantages`, which is at the first output of this trajectory.
+    token_texts, logprobs: of each token of an output, at sampling, if `with_tokens`. Tokens are decoded one by one, so
+    a character of several tokens shows as replacement characters there; `text` has it whole.
     """
     segments = []
     for number, sequence in enumerate(trajectory.sequences):
@@ -201,7 +227,14 @@ def trajectory_record(trajectory: Trajectory, decode: Callable[[list[int]], str]
                 "finish_reason": segment.finish_reason,
                 "provenance": segment.provenance,
             }
-            segments.append(record if decode is None else record | {"text": decode(segment.ids)})
+            if decode is not None:
+                record["text"] = decode(segment.ids)
+            if advantages is not None and segment.role is not Role.CONTEXT:
+                record["advantage"] = next(advantages)
+            if with_tokens and decode is not None and segment.logprobs is not None:
+                record["token_texts"] = [decode([token]) for token in segment.ids]
+                record["logprobs"] = [round(logprob, 4) for logprob in segment.logprobs]
+            segments.append(record)
     return {
         "task": trajectory.task.id,
         "kind": trajectory.task.kind,

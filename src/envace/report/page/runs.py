@@ -131,7 +131,7 @@ def stage_warnings(stage: str, records: list[dict[str, Any]]) -> Iterator[str]:
         window = evaluated[last - WINDOW : last]
         rehearsed, real = ([float(r[f"eval/{k}_success"]) for r in window] for k in ("rehearsed", "real"))
         growth = gap_growth(rehearsed, real)
-        where = f"{stage} step {window[-1]['step']}: the imagination gap grew by {100 * growth:.1f} points over {WINDOW} evaluations"
+        where = f"{stage} step {window[-1]['step']}: in {WINDOW} evaluations the gap grew by {100 * growth:.1f} points"
         if is_reward_hacking(rehearsed, real):
             yield f"{where} (reward hacking? rehearsed success rose, real success did not)"
         elif growth > TOLERATED_GAP:

@@ -39,7 +39,7 @@ function parts(trajectory) {
 function trajectoryView(t, mode) {
   const view = el("div", { class: "trajectory" });
   const status = el("span", { class: `status ${t.status === "finished" ? "good" : "bad"}` }, plain(t.status));
-  view.append(el("header", {}, el("h2", {}, plain(t.task)), el("p", {}, `${plain(t.stage)} · step ${plain(t.step)} · ${plain(t.split)}${t.kind ? " · " + plain(t.kind) : ""} · group ${plain(t.group_id)}`)));
+  view.append(el("header", {}, el("h2", {}, plain(t.task)), el("p", {}, `${plain(t.stage)} · step ${plain(t.step)} · ${plain(t.split)}${t.kind ? " · kind " + plain(t.kind) : ""} · group ${plain(t.group_id)}`)));
   const facts = el("dl", {});
   const fact = (name, value) => facts.append(el("div", {}, el("dt", {}, name), el("dd", {}, value)));
   fact("status", status);
@@ -68,7 +68,7 @@ function advantageOf(t, role) {
 function segmentView({ kind, label, note, text, segment }, mode) {
   const name = kind.replace("/", "-");
   const head = el("h3", {}, el("span", { class: "pill" }, label), el("span", {}, plain(note)));
-  const facts = [`${segment.tokens} tokens`];
+  const facts = [text === segment.text ? `${segment.tokens} tokens` : `in ${segment.tokens} tokens`];
   if (segment.finish_reason && segment.finish_reason !== "stop") facts.push(plain(segment.finish_reason));
   if (segment.sequence) facts.push(`sequence ${segment.sequence}`);
   if (typeof segment.advantage === "number") facts.push(`advantage ${show(segment.advantage, 3)}`);
@@ -80,7 +80,10 @@ function segmentView({ kind, label, note, text, segment }, mode) {
     const fold = el("details", {}, el("summary", {}, plain(text.trim().slice(0, 90)) + " …"));
     fold.append(body);
     section.append(fold);
-  } else section.append(body);
+  } else {
+    if (kind === "context/given") section.classList.add("framing");
+    section.append(body);
+  }
   return section;
 }
 
