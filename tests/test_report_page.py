@@ -1,9 +1,11 @@
 """The report page in a real browser: what it shows, how it is driven, and that no text of a model ever acts."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+from importlib.resources import files
 
 import pytest
 
@@ -260,3 +262,27 @@ def test_a_missing_run_is_one_clear_line(tmp_path):
     command = [sys.executable, "-m", "envace.report", str(tmp_path / "none")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and done.stderr.startswith("error: no such run")
+
+
+def luminance(colour):
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return sum(weight * p for weight, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(a, b):
+    low, high = sorted([luminance(a), luminance(b)])
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_colours_can_be_read_in_both_themes():
+    style = files("envace.report.page").joinpath("static/page.css").read_text()
+    light, dark, preferred = (
+        dict(re.findall(r"--([\w-]+): (#\w{6})", block)) for block in re.findall(r":root[^{]*\{([^}]*)\}", style)
+    )
+    assert dark == preferred
+    for theme in (light, dark):
+        for name in theme.keys() - {"paper", "card", "soft", "line"}:
+            for background in ("paper", "card", "soft"):
+                assert contrast(theme[name], theme[background]) >= 4.5, (name, background)
+    assert contrast("#777777", "#ffffff") < 4.5

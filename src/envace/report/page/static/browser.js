@@ -15,7 +15,6 @@ const Browser = {
     $("filters").addEventListener("input", () => this.filter());
     $("filters").addEventListener("reset", () => setTimeout(() => this.filter()));
     $("filters").addEventListener("submit", (event) => event.preventDefault());
-    $("search").addEventListener("focus", () => searchTexts(), { once: true });
     $("list").addEventListener("scroll", () => this.rows());
     new ResizeObserver(() => this.rows()).observe($("list"));
     this.filter();
@@ -36,6 +35,7 @@ const Browser = {
   async filter() {
     const number = ++this.number;
     const words = $("search").value.trim().toLowerCase();
+    if (words) $("count").textContent = "searching …";
     const all = words ? await searchTexts() : null;
     if (number !== this.number) return; // typed on meanwhile
     const selects = ["run", "stage", "split", "status", "tool", "kind"].map((name) => [name, $(`by-${name}`).value]).filter(([, v]) => v !== "\u0000any");
@@ -144,6 +144,7 @@ function openTab(name) {
   }
   if (name === "browser") {
     Browser.rows();
+    requestIdleCallback(() => searchTexts()); // ready by the time that somebody has typed
     if (Browser.chosen < 0) Browser.move(1);
   } else history.replaceState(null, "", `#${name}`);
 }
