@@ -3,15 +3,14 @@
 import json
 import re
 import shutil
-import subprocess
 import sys
 from importlib.resources import files
 
 import pytest
 
+from envace.report.__main__ import main
 from envace.report.page.build import write_page
 from envace.report.page.runs import read_runs
-from envace.types import UserError
 
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
 FLAGS += "--disable-component-update --disable-sync --window-size=1300,900"
@@ -256,12 +255,11 @@ def test_a_growing_imagination_gap_is_an_event(tmp_path):
     assert events([0.5, 0.6, 0.7]) == []
 
 
-def test_a_missing_run_is_one_clear_line(tmp_path):
-    with pytest.raises(UserError, match="is no folder"):
-        read_runs([tmp_path / "none"])
-    command = [sys.executable, "-m", "envace.report", str(tmp_path / "none")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and done.stderr.startswith("error: no such run")
+def test_a_missing_run_is_one_clear_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path / "none")])
+    with pytest.raises(SystemExit, match="^error: no such run: .* is no folder; [^\n]*$"):
+        main()
+    assert list(tmp_path.iterdir()) == []
 
 
 def luminance(colour):
