@@ -48,7 +48,11 @@ def trajectory(number, *middle, **rest):
     record = {"stage": "rl", "step": number // 4, "split": "train", "task": f"task-{number}", "kind": "k"}
     record |= {"group_id": "g", "status": "finished", "reason": "", "reward": 1.0, "reward_parts": {"reads": 0.25}}
     record |= {"verdicts": [], "predictions": [], "user_turns": [f"user says {number}"]}
-    return record | {"segments": [given, *middle, segment("act", "claimed", f"answer {number}")]} | rest
+    return (
+        record
+        | {"segments": [given, *middle, segment("act", "claimed", f"answer {number}", finish_reason="stop")]}
+        | rest
+    )
 
 
 def write_run(folder, trajectories=(), metrics=(), settings="rl:\n  lr: 0.1\n"):
@@ -159,12 +163,13 @@ def test_segments_say_who_wrote_them_and_old_records_say_what_they_lack(browser,
         segment("rehearse", "rehearsed", "imagined", advantage=0.75),
         segment("context", "observed", "seen"),
         segment("context", "simulated", "played"),
+        segment("act", "claimed", "no call </tool_call>", finish_reason="parse_error"),
     ]
     run = write_run(tmp_path / "a", [trajectory(0, *middle), trajectory(1)])
     open_page(browser, tmp_path, run, fragment="#t=0")
     wait(browser, "document.querySelector('#detail h2')?.textContent === 'task-0'")
     pills = browser.execute_script("return [...document.querySelectorAll('#detail .pill')].map((p) => p.textContent)")
-    assert pills == ["GIVEN", "USER", "GIVEN", "ACT", "REHEARSE", "OBSERVED", "SIMULATED", "CLAIMED"]
+    assert pills == ["GIVEN", "USER", "GIVEN", "ACT", "REHEARSE", "OBSERVED", "SIMULATED", "ACT", "CLAIMED"]
     facts = " ".join(text(browser, "#detail dl").split())
     assert "reads 0.25" in facts and "advantage ACT -0.5" in facts and "advantage REHEARSE 0.75" in facts
     keys(browser, "p")
@@ -172,7 +177,8 @@ def test_segments_say_who_wrote_them_and_old_records_say_what_they_lack(browser,
     assert browser.execute_script("return document.querySelectorAll('.token')[1].title") == "logprob -3, p 0.0498"
     keys(browser, "j")
     wait(browser, "document.querySelector('#detail h2').textContent === 'task-1'")
-    assert "advantage ACT not recorded" in " ".join(text(browser, "#detail dl").split())
+    facts = " ".join(text(browser, "#detail dl").split())
+    assert "advantage ACT not recorded" in facts and "advantage REHEARSE no output" in facts
     assert "not recorded" in text(browser, "#detail .note")
     assert browser.get_log("browser") == []
 

@@ -29,7 +29,7 @@ function parts(trajectory) {
       }
       if (!text && found.at(-1)?.segment === segment) continue;
     }
-    const claims = segment.role === "act" && text !== undefined && !CALLS.test(text);
+    const claims = segment.role === "act" && segment.finish_reason === "stop" && text !== undefined && !CALLS.test(text);
     found.push({ kind: claims ? "claim" : kind, label: claims ? "CLAIMED" : label, note: claims ? "ACT, an answer" : note, text, segment });
   }
   return found;
@@ -60,7 +60,9 @@ function trajectoryView(t, mode) {
 }
 
 function advantageOf(t, role) {
-  const values = (t.segments ?? []).filter((s) => s.role === role && typeof s.advantage === "number").map((s) => show(s.advantage, 3));
+  const outputs = (t.segments ?? []).filter((s) => s.role === role);
+  if (!outputs.length) return "no output";
+  const values = outputs.filter((s) => typeof s.advantage === "number").map((s) => show(s.advantage, 3));
   const distinct = [...new Set(values)];
   return distinct.length ? distinct.join(", ") : "not recorded";
 }
