@@ -31,7 +31,8 @@ IN_PARALLEL := --numprocesses 2 --dist loadfile
 STAMP := .venv/installed-$(shell cat requirements.txt pyproject.toml | sha256sum | cut -c1-16)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo ablations dynamics tts test test-fast sft rl eval tables serve bench bench-verify doctor merge new-env lint
+.PHONY: help setup demo ablations dynamics tts test test-fast sft rl eval tables report serve bench bench-verify doctor \
+	merge new-env lint
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +70,9 @@ eval: $(STAMP)  ## evaluation (CONFIG=... ARGS="...")
 
 tables: $(STAMP)  ## the paper's tables and figures, published and ours (RUNS="runs/a runs/b" ARGS="--name runs/a=EnvACE-8B")
 	@$(VENV) -m envace.tables $(RUNS) $(if $(OUT),--out $(OUT)) $(ARGS)
+
+report: $(STAMP)  ## runs as one HTML page: curves, settings, trajectories (RUNS="runs/a runs/b" OUT=report.html)
+	@$(VENV) -m envace.report $(RUNS) $(if $(OUT),--out $(OUT)) $(ARGS)
 
 serve: $(STAMP)  ## an OpenAI-compatible endpoint over a checkpoint (CONFIG=... ARGS="model.path=FOLDER serve.port=8000")
 	@$(VENV) -m envace.serve --config $(CONFIG) $(ARGS)

@@ -138,7 +138,7 @@ def train(config: Config, services: Services, output: Path) -> None:
                 "throughput/sampled_tokens_per_second": sampled_tokens / (rolled_out - started),
                 "throughput/trained_tokens_per_second": trained_tokens(trajectories, config) / (updated - rolled_out),
             }
-            tracker.trajectories(step, "train", trajectories)
+            tracker.trajectories(step, "train", trajectories, advantages=advantages)
             lost = None
             if held_out and is_due(step, config):
                 evaluated, lost = evaluate_held_out(team, held_out, config, source, services, step, tracker)

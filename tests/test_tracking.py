@@ -299,6 +299,26 @@ def test_limit_and_missing_decoder(tmp_path):
     assert "text" not in records[0]["segments"][0]
 
 
+def test_outputs_have_their_advantages_and_the_first_trajectories_their_tokens(tmp_path):
+    def made():
+        act = segment(Role.ACT, "ab", Evidence.CLAIMED, logprobs=[-0.5, -0.25])
+        given = segment(Role.CONTEXT, "?", Evidence.GIVEN)
+        return trajectory(given, act, segment(Role.REHEARSE, "c", Evidence.REHEARSED, logprobs=[-1.0]))
+
+    count = CONFIG.record_tokens
+    with tracker(tmp_path) as rl:
+        rl.trajectories(0, "train", [made() for _ in range(count + 1)], advantages=torch.arange(2.0 * (count + 1)))
+        rl.trajectories(0, "eval-real", [made()])
+    *recorded, later, evaluated = (record["segments"] for record in read_lines(tmp_path / "trajectories.jsonl"))
+    assert len(recorded) == count
+    for number, (given, act, rehearse) in enumerate(recorded):
+        assert not {"advantage", "logprobs", "token_texts"} & given.keys()
+        assert (act["advantage"], rehearse["advantage"]) == (2 * number, 2 * number + 1)
+        assert (act["token_texts"], act["logprobs"]) == (["a", "b"], [-0.5, -0.25])
+    assert later[1]["advantage"] == 2 * count and "logprobs" not in later[1]
+    assert "advantage" not in evaluated[1] and evaluated[2]["logprobs"] == [-1.0]
+
+
 # Errors and ranks
 
 

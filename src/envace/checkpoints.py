@@ -30,7 +30,7 @@ REACHED = (
 )
 # Settings that a resumed run may change: they touch what is trained by rounding at most. Those of the other stage, too.
 FREE = (
-    *("checkpoint.", "eval.", "rehearsal.", "serve.", "data.eval", "run_dir"),
+    *("checkpoint.", "eval.", "rehearsal.", "serve.", "data.eval", "run_dir", "record_tokens"),
     *("policy.logprob_chunk", "policy.gradient_checkpointing"),
     *(f"{section}.{name}" for section in ENDPOINT_SECTIONS for name in REACHED),
 )

@@ -249,5 +249,6 @@ class Config:
     serve: ServeConfig = field(default_factory=ServeConfig)  # the endpoint that applications talk to
     benchmark: Literal["none", "bfcl", "tau2", "vita", "finmcp"] = "none"  # evaluate.py runs this official harness
     bench: BenchConfig = field(default_factory=BenchConfig)  # how
+    record_tokens: int = 8  # trajectories of a step and split that are recorded with each token and logprob; 0: none
     run_dir: str = "runs/default"  # where checkpoints, logs and trajectories go
     seed: int = 0  # seed of sampling, shuffling and initialisation

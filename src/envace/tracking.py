@@ -31,7 +31,7 @@ from envace.config import save_config, settings_of, versions
 from envace.console import one_line, progress
 from envace.failures import not_written
 from envace.settings import Config
-from envace.types import Trajectory, UserError
+from envace.types import Role, Trajectory, UserError
 
 logger = logging.getLogger("envace")
 
@@ -71,6 +71,7 @@ class Tracker:
         self.first_step = first_step
         self._started = time.monotonic()
         self.decode = decode
+        self.record_tokens = config.record_tokens
         self.enabled = enabled
         if not enabled:
             return
@@ -92,12 +93,27 @@ class Tracker:
         if shown := [f"{label} {values[key]:.4g}" for label, key in self.headline.items() if key in values]:
             logger.info(one_line([f"{self.name} {step + 1}/{self.total_steps}", *self._remaining(step), *shown]))
 
-    def trajectories(self, step: int, split: str, trajectories: list[Trajectory], limit: int | None = None) -> None:
-        """Append trajectories, only the first `limit` if given. split: such as "train" or "eval-real"."""
+    def trajectories(
+        self,
+        step: int,
+        split: str,
+        trajectories: list[Trajectory],
+        limit: int | None = None,
+        advantages: Tensor | None = None,
+    ) -> None:
+        """Append trajectories, only the first `limit` if given. split: such as "train" or "eval-real".
+
+        advantages: (N,), one entry for each output in the order of `for t in trajectories for output in t.outputs()`.
+        The first `record_tokens` have every token of the policy with its logprob.
+        """
         if not self.enabled:
             return
         where = {"stage": self.name, "step": step, "split": split}
-        records = [where | trajectory_record(t, self.decode) for t in trajectories[:limit]]
+        remaining = None if advantages is None else iter(advantages.tolist())
+        records = [
+            where | trajectory_record(t, self.decode, advantages=remaining, with_tokens=number < self.record_tokens)
+            for number, t in enumerate(trajectories[:limit])
+        ]
         self._append("trajectories.jsonl", records)
         if self.decode is not None:
             with _writing(self.run_dir / "tensorboard"):
@@ -173,12 +189,21 @@ def places(config: Config, name: str, **more: str | Path) -> dict[str, str]:
     return {key: str(value) for key, value in [*more.items(), *files.items()] if Path(value).exists()}
 
 
-def trajectory_record(trajectory: Trajectory, decode: Callable[[list[int]], str] | None = None) -> dict[str, Any]:
+def trajectory_record(
+    trajectory: Trajectory,
+    decode: Callable[[list[int]], str] | None = None,
+    *,
+    advantages: Iterator[float] | None = None,
+    with_tokens: bool = False,
+) -> dict[str, Any]:
     """A trajectory as JSON: how it was judged, and who wrote each segment on what evidence.
 
     verdicts: [turn][variant][step][item], of a checklist judge. predictions: of calls to risky tools, by a gate.
     provenance: the payload hash of an observed response; the model and the prompt hash of a rehearsed one.
     sequence: which token stream a segment stands in (0 is ACT's). tokens: how many it has.
+    advantage: of an output; taken from `advantages`, which is at the first output of this trajectory.
+    token_texts, logprobs: of each token of an output, at sampling, if `with_tokens`. Tokens are decoded one by one, so
+    a character of several tokens shows as replacement characters there; `text` has it whole.
     """
     segments = []
     for number, sequence in enumerate(trajectory.sequences):
@@ -191,7 +216,14 @@ def trajectory_record(trajectory: Trajectory, decode: Callable[[list[int]], str]
                 "finish_reason": segment.finish_reason,
                 "provenance": segment.provenance,
             }
-            segments.append(record if decode is None else record | {"text": decode(segment.ids)})
+            if decode is not None:
+                record["text"] = decode(segment.ids)
+            if advantages is not None and segment.role is not Role.CONTEXT:
+                record["advantage"] = next(advantages)
+            if with_tokens and decode is not None and segment.logprobs is not None:
+                record["token_texts"] = [decode([token]) for token in segment.ids]
+                record["logprobs"] = [round(logprob, 4) for logprob in segment.logprobs]
+            segments.append(record)
     return {
         "task": trajectory.task.id,
         "kind": trajectory.task.kind,

@@ -1,0 +1,1 @@
+"""Runs as one HTML file: curves, differing settings, and every trajectory. Opens from disk, without a network."""
