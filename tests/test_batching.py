@@ -171,7 +171,7 @@ def test_padding_follows_from_length_not_from_token_id():
     batch = rows_to_batch(rows_of([trajectory("c aa"), trajectory("cc aaa")]), pad_id)
     assert batch.input_ids.tolist() == [[1, 1, 2, 1, 1], [1, 2, 1, 2, 3]]
     assert batch.attention_mask.tolist() == [[1, 1, 1, 0, 0], [1] * 5]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 2, 2], [0, 1, 2, 3, 4]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4]] * 2
     assert batch.role_ids.tolist() == [[0, 1, 1, 0, 0], [0, 0, 1, 1, 1]]
     assert batch.weights.tolist() == [[0, 1, 1, 0, 0], [0, 0, 1, 1, 1]]
     assert batch.advantages.tolist() == batch.weights.tolist()

@@ -22,6 +22,7 @@ from envace.advantages import BASELINES, group_advantages
 from envace.batching import output_table
 from envace.chat import ChatFormat
 from envace.config import load_config
+from envace.data import ExecutableSource
 from envace.evaluation import unfold
 from envace.services import Services
 from envace.settings import Config, SamplingConfig
@@ -45,7 +46,7 @@ class Room:
         return work.RESPONSE
 
 
-class Source:
+class Source(ExecutableSource):
     """A task source as far as a step asks for one."""
 
     counter = Counter()

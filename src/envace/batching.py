@@ -157,7 +157,8 @@ def rows_to_batch(rows: list[Row], pad_id: int) -> Batch:
     return Batch(
         input_ids=padded([row.ids for row in rows], pad_id, torch.long),
         attention_mask=attention_mask,
-        position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),
+        # They count on through the padding: where they start anew a model sees another sequence.
+        position_ids=torch.arange(width).repeat(len(rows), 1),
         role_ids=padded([row.role_ids for row in rows], int(Role.CONTEXT), torch.long),
         weights=padded([row.weights for row in rows], 0.0, torch.float32),
         advantages=padded([row.advantages for row in rows], 0.0, torch.float32),

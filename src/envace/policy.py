@@ -41,6 +41,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.utils import is_flash_attn_2_available
 
+from envace.attention import SDPA
 from envace.batching import Row, divide, num_scored, rows_to_batch, rows_to_packed_batch
 from envace.chat import TOOL_TOKENS, TURN_TOKENS, ChatFormat
 from envace.checkpoints import PARTIAL, publish
@@ -578,7 +579,7 @@ def _load(config: ModelConfig) -> tuple[Any, Any]:
         model: Any = AutoModelForCausalLM.from_pretrained(
             PeftConfig.from_pretrained(config.path).base_model_name_or_path if is_adapter else config.path,
             dtype=getattr(torch, config.dtype),
-            attn_implementation=config.attn_implementation,
+            attn_implementation=SDPA if config.attn_implementation == "sdpa" else config.attn_implementation,
             **options,
         )
         if is_adapter:

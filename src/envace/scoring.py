@@ -41,7 +41,6 @@ class Scorer(nn.Module):
     def forward(
         self,
         input_ids: Tensor,
-        attention_mask: Tensor | None,
         position_ids: Tensor,
         scored: Tensor,
         *,
@@ -55,7 +54,7 @@ class Scorer(nn.Module):
         shared: how many leading tokens all rows have in common; they run through the model once.
         num_chunks: the same on all ranks, for each chunk gathers the head's weight.
         """
-        hidden = self._hidden(input_ids, attention_mask, position_ids, shared)
+        hidden = self._hidden(input_ids, position_ids, shared)
         predicted = scored[:, 1 + shared :]
         states, chosen = hidden[:, :-1][predicted], input_ids[:, 1 + shared :][predicted]
         pieces = [
@@ -72,18 +71,21 @@ class Scorer(nn.Module):
         logprobs = chosen_logprobs(logits, chosen, temperature)
         return logprobs, entropy(logits, temperature) if with_entropy else logprobs.detach()
 
-    def _hidden(self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor, shared: int) -> Tensor:
-        """(B, T - shared, H): the last hidden states."""
+    def _hidden(self, input_ids: Tensor, position_ids: Tensor, shared: int) -> Tensor:
+        """(B, T - shared, H): the last hidden states.
+
+        No mask is needed: padding is on the right, where no token sees it.
+        """
         decoder, _, config = self._parts
         inputs = {"input_ids": input_ids[:, shared:], "position_ids": position_ids[:, shared:]}
         if shared == 0:
-            return decoder(**inputs, attention_mask=attention_mask, use_cache=False).last_hidden_state
+            return decoder(**inputs, use_cache=False).last_hidden_state
         cache = DynamicCache(config=config)
         start = {"input_ids": input_ids[:1, :shared], "position_ids": position_ids[:1, :shared]}
         decoder(**start, use_cache=True, **{CACHE: cache})
         # Copies, but keeps the graph: gradients of all rows add up in the one start.
         cache.batch_repeat_interleave(len(input_ids))
-        return decoder(**inputs, attention_mask=attention_mask, use_cache=True, **{CACHE: cache}).last_hidden_state
+        return decoder(**inputs, use_cache=True, **{CACHE: cache}).last_hidden_state
 
     @torch.no_grad()
     def is_exact(self) -> bool:
@@ -110,7 +112,6 @@ def score_inputs(batch: Batch, chunk: int, *, share_start: bool) -> dict[str, An
     """What Scorer.forward wants to know about a batch."""
     return {
         "input_ids": batch.input_ids,
-        "attention_mask": batch.attention_mask,
         "position_ids": batch.position_ids,
         "scored": batch.weights > 0,
         "num_chunks": max(1, math.ceil(batch.num_scored / chunk)),
