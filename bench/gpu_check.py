@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, CompileConfig, Qwen3Config
 
+from envace.attention import SDPA
 from envace.batching import Row, rows_to_batch
 from envace.generation import CachedGenerator
 from envace.scoring import Scorer, score_inputs
@@ -60,7 +61,9 @@ SHAPES = {
         tie_word_embeddings=False,
     ),
 }
-WORK = {"8b": [(4096, 32), (12_288, 16)], "tiny": [(128, 4), (256, 2)]}  # (context, rows generated together)
+TRAINED = {"8b": [4096, 12_288], "tiny": [128, 256]}  # context of the sequence that is trained on
+# (context, rows generated together)
+GENERATED = {"8b": [(4096, 16), (4096, 32), (4096, 64), (4096, 128), (12_288, 16)], "tiny": [(128, 4), (256, 2)]}
 
 
 @dataclass
@@ -87,7 +90,7 @@ def main() -> None:
     report: dict[str, Any] = {"device": name, "torch": torch.__version__, "shape": arguments.shape}
     report["first_losses"] = first_losses(arguments.out)
     peak = next((peak for key, peak in PEAKS.items() if key in name), None)
-    report["speed"] = list(speed(SHAPES[arguments.shape], WORK[arguments.shape], device, peak))
+    report["training"], report["generating"] = speed(arguments.shape, device, peak)
     (arguments.out / "gpu_check.json").write_text(json.dumps(without_nan(report), indent=2) + "\n")
     text = table(report)
     (arguments.out / "gpu_check.md").write_text(text)
@@ -108,21 +111,26 @@ def first_losses(out: Path) -> dict[str, Any]:
     return losses | {"largest_relative_difference": max(abs(a - b) / abs(a) for a, b in pairs)}
 
 
-def speed(shape: Qwen3Config, work: list[tuple[int, int]], device: torch.device, peak: Peak | None):
-    """A record for each context length."""
+def speed(name: str, device: torch.device, peak: Peak | None) -> tuple[list[dict], list[dict]]:
+    """A record for each length that is trained on, and for each way to decode at each size."""
+    shape = SHAPES[name]
     with device:
-        model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16, attn_implementation=SDPA)
     parameters = sum(p.numel() for p in model.parameters())
+    generated = [
+        {"context": context, "rows": rows, "decode": way, **decoding(model, context, rows, parameters, device, peak)}
+        for context, rows in GENERATED[name]
+        for way, decoding in DECODING.items()
+    ]
     adapters = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
     adapters = adapters.to(device)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     scorer = Scorer(adapters, model, CHUNK)
-    for context, rows in work:
-        yield {
-            "context": context,
-            **training_speed(scorer, context, shape, parameters, device, peak),
-            **generation_speed(model, context, rows, shape, parameters, device, peak),
-        }
+    trained = [
+        {"context": context, **training_speed(scorer, context, shape, parameters, device, peak)}
+        for context in TRAINED[name]
+    ]
+    return trained, generated
 
 
 def training_speed(
@@ -154,14 +162,12 @@ def training_speed(
     }
 
 
-def generation_speed(
-    model: Any, context: int, rows: int, shape: Qwen3Config, parameters: int, device: torch.device, peak: Peak | None
+def kept_cache(
+    model: Any, context: int, rows: int, parameters: int, device: torch.device, peak: Peak | None
 ) -> dict[str, float]:
-    """Decoding NEW_TOKENS for `rows` streams whose caches hold `context` tokens; feeding the prompt is not counted."""
+    """NEW_TOKENS for `rows` streams whose caches hold `context` tokens, as rollouts do; the prompt is not counted."""
     model.eval()
-    draw = torch.Generator().manual_seed(1)
-    ids = torch.randint(10, shape.vocab_size, (context,), generator=draw).tolist()
-    streams = [Sequence([Segment(Role.CONTEXT, ids, Evidence.GIVEN)]) for _ in range(rows)]
+    streams = [Sequence([Segment(Role.CONTEXT, prompt(model, context), Evidence.GIVEN)]) for _ in range(rows)]
     generator = CachedGenerator(model, 0, SamplingConfig())
 
     def output(tokens: int) -> None:
@@ -172,23 +178,52 @@ def generation_speed(
 
     output(2)
     seconds, memory = timed(lambda: output(NEW_TOKENS), 1, device)
-    rate = rows * NEW_TOKENS / seconds
-    cache = (
-        2
-        * 2
-        * shape.num_hidden_layers
-        * shape.num_key_value_heads
-        * shape.head_dim
-        * (context + 1.5 * NEW_TOKENS)
-        * rows
-    )
+    return decoding_record(model.config, context, rows, seconds, memory, parameters, peak)
+
+
+def static_compiled(
+    model: Any, context: int, rows: int, parameters: int, device: torch.device, peak: Peak | None
+) -> dict[str, float]:
+    """The same with a cache of fixed length and compiled code (CUDA graphs): what a decoder without Python could reach.
+
+    One output behind one prompt, with transformers alone; the prompt's seconds are taken off.
+    """
+    model.eval()
+    ids = torch.tensor([prompt(model, context)] * rows, device=device)
+    compiling = CompileConfig(fullgraph=False)
+    compiling._compile_all_devices = True
+
+    def output(tokens: int) -> None:
+        settings = {"min_new_tokens": tokens, "max_new_tokens": tokens, "do_sample": True, "top_k": 0}
+        with torch.no_grad():
+            model.generate(
+                ids, attention_mask=torch.ones_like(ids), pad_token_id=0, cache_implementation="static", **settings,
+                compile_config=compiling,
+            )  # fmt: skip
+
+    beginning, _ = timed(lambda: output(2), 1, device)
+    seconds, memory = timed(lambda: output(NEW_TOKENS + 2), 1, device)
+    return decoding_record(model.config, context, rows, seconds - beginning, memory, parameters, peak)
+
+
+DECODING = {"kept cache": kept_cache, "static, compiled": static_compiled}
+
+
+def prompt(model: Any, context: int) -> list[int]:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randint(10, model.config.vocab_size, (context,), generator=draw).tolist()
+
+
+def decoding_record(
+    shape: Any, context: int, rows: int, seconds: float, memory: float, parameters: int, peak: Peak | None
+) -> dict[str, float]:
+    token = 2 * 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim  # bytes of keys and values
+    cache = token * (context + NEW_TOKENS / 2) * rows
     weights = 2 * (parameters - shape.vocab_size * shape.hidden_size)
-    limit = rows * peak.bandwidth / (weights + cache) if peak else float("nan")
     return {
-        "rows": rows,
-        "generate_tokens_per_s": rate,
-        "generate_limit_tokens_per_s": limit,
-        "generate_peak_gib": memory,
+        "tokens_per_s": rows * NEW_TOKENS / seconds,
+        "limit_tokens_per_s": rows * peak.bandwidth / (weights + cache) if peak else float("nan"),
+        "peak_gib": memory,
     }
 
 
@@ -216,15 +251,21 @@ def table(report: dict[str, Any]) -> str:
         f"First SFT losses of the demo: CPU {losses['cpu']}, device {losses['device']}; "
         f"largest relative difference {losses['largest_relative_difference']:.1e}",
         "",
-        "| context | train tokens/s | MFU | peak GiB | rows | generate tokens/s | of the bandwidth limit | peak GiB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| context | train tokens/s | MFU | peak GiB |",
+        "|---|---|---|---|",
     ]
-    for s in report["speed"]:
-        share = s["generate_tokens_per_s"] / s["generate_limit_tokens_per_s"]
-        lines.append(
-            f"| {s['context']} | {s['train_tokens_per_s']:.0f} | {s['train_mfu']:.1%} | {s['train_peak_gib']:.1f} "
-            f"| {s['rows']} | {s['generate_tokens_per_s']:.0f} | {share:.1%} | {s['generate_peak_gib']:.1f} |"
-        )
+    for s in report["training"]:
+        speed = f"{s['train_tokens_per_s']:.0f} | {s['train_mfu']:.1%} | {s['train_peak_gib']:.1f}"
+        lines.append(f"| {s['context']} | {speed} |")
+    lines += [
+        "",
+        "| context | rows | decode | tokens/s | of the bandwidth limit | peak GiB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for s in report["generating"]:
+        share = s["tokens_per_s"] / s["limit_tokens_per_s"]
+        speed = f"{s['tokens_per_s']:.0f} | {share:.1%} | {s['peak_gib']:.1f}"
+        lines.append(f"| {s['context']} | {s['rows']} | {s['decode']} | {speed} |")
     return "\n".join(lines) + "\n"
 
 
