@@ -45,11 +45,12 @@ def cases(model: str) -> dict[str, dict[str, Variant]]:
     shared = str(OUT / "model")
     return {
         "step": {
-            f"{name}, {threads} threads": Variant(module, (STEPS, threads, shared), python)
+            f"{name}, {threads} threads": Variant(module, (STEPS, threads, shared, *more), python)
             for threads in ("1", "2")
-            for name, module, python in (
+            for name, module, python, *more in (
                 ("trl", "bench.peers.trl_step", TRL),  # first, as it makes the model
-                ("ours", "bench.cases.step", sys.executable),
+                ("ours", "bench.cases.step", sys.executable, "dynamic"),
+                ("ours, compiled", "bench.cases.step", sys.executable, "static"),
             )
         },
         "kv": {name: Variant("bench.cases.kv", (name,)) for name in ("kept", "prefilled")},

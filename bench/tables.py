@@ -40,12 +40,13 @@ def step(runs: Runs) -> Iterator[Row]:
     if len({run["sampled_tokens"] for measured in runs.values() for run in measured}) > 1:
         raise ValueError("the two sides did not sample equally many tokens")
     for threads in ("1 threads", "2 threads"):
-        ours, trl = runs[f"ours, {threads}"], runs[f"trl, {threads}"]
-        for name, unit, goal in (("cpu_s", "CPU s", 0.5), ("wall_s", "s", None), ("peak_mib", "MiB", None)):
-            a, b = middle(ours, name), middle(trl, name)
-            what = f"GRPO step against TRL {trl[0]['trl']}, {threads.replace('1 threads', '1 thread')}, {unit}"
-            goals = (f"at most {goal}", a / b <= goal) if goal else ()
-            yield Row(what, f"{a:.2f}", f"{b:.2f}", f"{a / b:.2f}", *goals)
+        trl = runs[f"trl, {threads}"]
+        for side, how in (("ours", "step"), ("ours, compiled", "step with compiled decoding")):
+            for name, unit, goal in (("cpu_s", "CPU s", 0.5), ("wall_s", "s", None), ("peak_mib", "MiB", None)):
+                a, b = middle(runs[f"{side}, {threads}"], name), middle(trl, name)
+                what = f"GRPO {how} against TRL {trl[0]['trl']}, {threads.replace('1 threads', '1 thread')}, {unit}"
+                goals = (f"at most {goal}", a / b <= goal) if goal else ()
+                yield Row(what, f"{a:.2f}", f"{b:.2f}", f"{a / b:.2f}", *goals)
 
 
 def kv(runs: Runs) -> Iterator[Row]:

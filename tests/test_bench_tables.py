@@ -31,7 +31,8 @@ def test_a_cost_of_turns_is_found_and_one_of_context_is_not_taken_for_it():
 def test_ratios_are_of_medians_and_goals_are_said():
     ours = [{"cpu_s": c, "wall_s": 1.0, "peak_mib": 1.0, "sampled_tokens": 2400} for c in (4.0, 5.0, 90.0)]
     trl = [{"cpu_s": c, "wall_s": 2.0, "peak_mib": 2.0, "sampled_tokens": 2400, "trl": "1"} for c in (9.0, 10.0, 11.0)]
-    runs = {f"{name}, {n} threads": measured for n in (1, 2) for name, measured in (("ours", ours), ("trl", trl))}
+    sides = (("ours", ours), ("ours, compiled", ours), ("trl", trl))
+    runs = {f"{name}, {n} threads": measured for n in (1, 2) for name, measured in sides}
     [first, *_] = TABLES["step"](runs)
     assert (first.ours, first.other, first.ratio, first.is_met) == ("5.00", "10.00", "0.50", True)
     assert "| GRPO step against TRL 1, 1 thread, CPU s | 5.00 | 10.00 | 0.50 | at most 0.5 | yes |" in render(
@@ -43,7 +44,7 @@ def test_ratios_are_of_medians_and_goals_are_said():
 
 def test_sides_that_did_other_work_are_not_compared():
     side = [{"cpu_s": 1.0, "wall_s": 1.0, "peak_mib": 1.0, "sampled_tokens": 2400, "trl": "1"}]
-    runs = {f"{name}, {n} threads": side for n in (1, 2) for name in ("ours", "trl")}
+    runs = {f"{name}, {n} threads": side for n in (1, 2) for name in ("ours", "ours, compiled", "trl")}
     runs["ours, 1 threads"] = [side[0] | {"sampled_tokens": 2399}]
     with pytest.raises(ValueError, match="equally many tokens"):
         list(TABLES["step"](runs))

@@ -78,14 +78,14 @@ def sampled_logprobs(sequence):
     return torch.tensor([x for s in sequence.segments if s.role is not Role.CONTEXT for x in s.logprobs])
 
 
-def ragged_episodes(model, seed, *, turns=5, rows=6):
+def ragged_episodes(model, seed, *, turns=5, rows=6, decode="dynamic"):
     """Streams that come back for outputs as episodes do. Returns (sampled ids, clean ids) of every output.
 
     Each turn appends blocks of different lengths, leaves some streams idle, closes some for good and opens new ones;
     every request has stop tokens and a budget of its own.
     """
     rng = random.Random(seed)
-    generator = CachedGenerator(model, PAD, GREEDY)
+    generator = CachedGenerator(model, PAD, GREEDY, decode=decode)
     streams = [stream(random_ids(rng, 3, 12)) for _ in range(rows)]
     pairs = []
     for turn in range(turns):

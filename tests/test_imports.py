@@ -16,7 +16,18 @@ PURE = {"advantages", "losses", "batching", "checklist", "rewards", "metrics"}
 LAYERS = [
     BASE,
     {"prompts"} | PURE,
-    {"chat", "schemas", "filters", "claims", "environments", "scoring", "kv_cache", "checkpoints", "memory"}
+    {
+        "chat",
+        "schemas",
+        "filters",
+        "claims",
+        "environments",
+        "scoring",
+        "attention",
+        "kv_cache",
+        "checkpoints",
+        "memory",
+    }
     | {"outage", "endpoints", "interrupts", "keys", "failures", "console", "board"},
     {"episodes", "demonstrations"},
     {"rehearsal", "gate", "generation", "demo", "cm2", "custom"},

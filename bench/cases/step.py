@@ -1,8 +1,9 @@
 """One whole step of multi-turn GRPO, as train_rl.py takes it; the peer is bench/peers/trl_step.py.
 
-    python -m bench.cases.step STEPS THREADS MODEL_FOLDER
+    python -m bench.cases.step STEPS THREADS MODEL_FOLDER DECODE
 
-The model folder is the peer's. Takes 1 + STEPS optimizer steps; the first one is not counted.
+The model folder is the peer's; DECODE as in policy.decode. Takes 1 + STEPS optimizer steps; the first
+one, which also compiles, is not counted.
 """
 
 from __future__ import annotations
@@ -115,10 +116,11 @@ def step(team: Team, config: Config, number: int) -> int:
 
 
 def main() -> None:
-    steps, threads, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    steps, threads, folder, decode = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(threads)
     settings = {
         "model.path": folder,
+        "policy.decode": decode,
         "rl.steps": 1 + steps,
         "rl.prompts_per_step": work.PROMPTS,
         "rl.group_size": work.GROUP,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -22,6 +23,8 @@ def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """(B, heads, Q, D), (B, kv_heads, K, D) -> (B, Q, heads, D). No mask: query i sees the keys up to K - Q + i."""
+    if query.shape[2] == 1 and attention_mask is not None and is_compiling():
+        return _one_query(query, key, value, attention_mask, options["scaling"]), None
     behind = key.shape[2] - query.shape[2]
     if attention_mask is not None or query.shape[2] == 1 or behind == 0:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -29,11 +32,19 @@ def attend(
     return output[:, behind:], None
 
 
+def _one_query(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float) -> Tensor:
+    """The heads that share keys and values as queries of one head. Compiled, transformers would copy both for each."""
+    rows, heads, _, dim = query.shape
+    grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], dim)
+    output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
+    return output.reshape(rows, 1, heads, dim)
+
+
 def mask(
     *,
     q_length: int,
     kv_length: int,
-    q_offset: int | Tensor = 0,
+    q_offset: Any = 0,  # a tensor if the cache is of fixed length
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers import CompileConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation import StoppingCriteriaList
 
-from envace.kv_cache import roomy_cache
+from envace.kv_cache import FixedCache, roomy_cache
 from envace.scoring import CACHE
 from envace.settings import SamplingConfig
 from envace.types import Completion, Evidence, Request, Role, Segment, Sequence
@@ -37,10 +37,19 @@ class CachedGenerator:
     anyone: given if the weights are partitioned over ranks, whose forward passes must then come in equal numbers. Tells
     whether any rank has something to generate, itself included; every rank has to ask. A rank that has nothing left
     joins in by `keep_pace`.
+    decode: "static" compiles the step that makes a token, over a cache of fixed length; not with `anyone`.
     """
 
-    def __init__(self, model: Any, pad_id: int, sampling: SamplingConfig, anyone: Callable[[bool], bool] | None = None):
+    def __init__(
+        self,
+        model: Any,
+        pad_id: int,
+        sampling: SamplingConfig,
+        anyone: Callable[[bool], bool] | None = None,
+        decode: str = "dynamic",
+    ):
         self.model = model
+        self.decode = decode
         self.pad_id = pad_id
         self.sampling = sampling
         self.anyone = anyone
@@ -51,7 +60,8 @@ class CachedGenerator:
         self._batches = [batch for batch in self._batches if any(row.open for row in batch.rows)]
         known = {row for batch in self._batches for row in batch.rows}
         if new := [r.sequence for r in requests if r.sequence not in known]:
-            self._batches.append(_CachedBatch(new, self.model, self.pad_id, synced=self.anyone is not None))
+            batch = _CachedBatch(new, self.model, self.pad_id, synced=self.anyone is not None, decode=self.decode)
+            self._batches.append(batch)
         completions: dict[Sequence, Completion] = {}
         with self._own_settings():
             for batch in self._batches:
@@ -89,14 +99,15 @@ class _CachedBatch:
     synced: every forward pass is one of all ranks, so there are none but those inside `generate`, which counts them.
     """
 
-    def __init__(self, rows: list[Sequence], model: Any, pad_id: int, *, synced: bool):
+    def __init__(self, rows: list[Sequence], model: Any, pad_id: int, *, synced: bool = False, decode: str = "dynamic"):
         self.rows = rows
+        self.is_static = decode == "static"
         self.model = model
         self.pad_id = pad_id
         self.synced = synced
         self.ids = torch.zeros((1, 0), dtype=torch.long, device=model.device)
         self.mask = torch.zeros_like(self.ids)
-        self.cache = roomy_cache(model.config)
+        self.cache: Any = FixedCache(model.config) if self.is_static else roomy_cache(model.config)
         self.fed = [0] * len(rows)
         if synced:
             self._select([0] * len(rows))
@@ -126,13 +137,14 @@ class _CachedBatch:
         budgets = [requests[row].max_new_tokens if row in requests else 1 for row in self.rows]
         stops = [requests[row].stop_ids if row in requests else frozenset() for row in self.rows]
         width = self.ids.shape[1]
+        self._reserve(width + max(budgets))
         recorder = _LogprobRecorder(sampling.temperature or 1.0)
         with torch.no_grad():
             output = self.model.generate(
                 input_ids=self.ids,
                 attention_mask=attended,
                 **{CACHE: self.cache},
-                generation_config=_generation_config(sampling, self.pad_id, max(budgets)),
+                generation_config=_generation_config(sampling, self.pad_id, max(budgets), compiled=self.is_static),
                 synced_gpus=self.synced,
                 logits_processor=LogitsProcessorList([recorder]),
                 stopping_criteria=StoppingCriteriaList(
@@ -140,7 +152,7 @@ class _CachedBatch:
                 ),
             )
         # A rank that waited for others, or noticed late that all rows had ended, fed tokens behind the output.
-        if (surplus := self.cache.get_seq_length() - (output.shape[1] - 1)) > 0:
+        if (surplus := int(self.cache.get_seq_length()) - (output.shape[1] - 1)) > 0:
             self.cache.crop(-surplus)
         logprobs = recorder.finish(output)
         sampled = output[:, width:]
@@ -161,7 +173,8 @@ class _CachedBatch:
 
     def _drop_closed_rows(self) -> None:
         keep = [i for i, row in enumerate(self.rows) if row.open]
-        if len(keep) == len(self.rows):
+        # Another number of rows is another shape to compile for, so they are dropped by halves.
+        if len(keep) == len(self.rows) or (self.is_static and len(keep) > len(self.rows) / 2):
             return
         self.rows, self.fed = [self.rows[i] for i in keep], [self.fed[i] for i in keep]
         self._select(keep)
@@ -178,6 +191,7 @@ class _CachedBatch:
         """Append `blocks` and put their keys and values into the cache."""
         if width := max(map(len, blocks)):
             self._append(blocks)
+            self._reserve(self.ids.shape[1])
             self.model(
                 input_ids=self.ids[:, -width:],
                 attention_mask=self.mask,
@@ -186,6 +200,10 @@ class _CachedBatch:
                 logits_to_keep=1,
                 **{CACHE: self.cache},
             )
+
+    def _reserve(self, total: int) -> None:
+        if self.is_static:
+            self.cache.reserve(total)
 
     def _append(self, blocks: Collection[Collection[int]]) -> None:
         longest = max(map(len, blocks))
@@ -241,9 +259,14 @@ class _LogprobRecorder(LogitsProcessor):
         return torch.cat([*self.logprobs, self._last.gather(1, output[:, -1:])], 1)
 
 
-def _generation_config(sampling: SamplingConfig, pad_id: int, max_new_tokens: int) -> GenerationConfig:
+def _generation_config(
+    sampling: SamplingConfig, pad_id: int, max_new_tokens: int, *, compiled: bool
+) -> GenerationConfig:
     # top_k must be 0 to be off: unset, transformers falls back to 50.
     config = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad_id, use_cache=True)
     if sampling.temperature > 0:
         config.update(do_sample=True, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
+    if compiled:
+        config.compile_config = CompileConfig(fullgraph=False)
+        config.compile_config._compile_all_devices = True  # on a CPU too
     return config

@@ -6,11 +6,14 @@ costs. Here it is copied once in `ROOM` tokens. The numbers are the same, bit fo
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer, StaticLayer
 
 ROOM = 256  # tokens
 
@@ -40,6 +43,52 @@ def roomy_cache(config: Any) -> DynamicCache:
     cache = DynamicCache(config=config)
     cache.layers = [RoomyLayer() for _ in cache.layers]
     return cache
+
+
+class FixedLayer(StaticLayer):
+    """keys, values: (B, heads, L, head_dim) with L a multiple of ROOM, of which the first `get_seq_length()` are held.
+
+    Attention runs over all of it, and a mask hides the room: shapes and addresses stay as they are from token to token,
+    so that compiled code, and a CUDA graph of it, can be used again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(max_cache_len=0)
+
+    def reserve(self, total: int) -> None:
+        """See to it that there is room for `total` tokens."""
+        if total <= self.max_cache_len:
+            return
+        more = math.ceil(total / ROOM) * ROOM - self.max_cache_len
+        self.max_cache_len += more
+        if self.keys is not None and self.values is not None:
+            self._replace(F.pad(self.keys, (0, 0, 0, more)), F.pad(self.values, (0, 0, 0, more)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.keys is not None and self.values is not None:
+            self._replace(self.keys[indices], self.values[indices])
+
+    def _replace(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+        self.batch_size = len(keys)
+        torch._dynamo.mark_static_address(keys)
+        torch._dynamo.mark_static_address(values)
+
+
+class FixedCache(Cache):
+    """For models of full attention in every layer, without gradients."""
+
+    def __init__(self, config: Any):
+        self.fixed = [FixedLayer() for _ in DynamicCache(config=config).layers]
+        super().__init__(layers=[*self.fixed])
+
+    def reserve(self, total: int) -> None:
+        for layer in self.fixed:
+            layer.reserve(total)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        for layer in self.fixed:
+            layer.batch_select_indices(indices)
 
 
 def _is_start_of(view: Tensor, buffer: Tensor) -> bool:

@@ -251,7 +251,11 @@ class Policy:
         try:
             with in_memory("rollout"), nullcontext() if partitioned else self._whole_weights():
                 generator = CachedGenerator(
-                    self.model, self.chat.pad_id, sampling, anyone=self.any_rank if partitioned else None
+                    self.model,
+                    self.chat.pad_id,
+                    sampling,
+                    anyone=self.any_rank if partitioned else None,
+                    decode=self.sharding.decode,
                 )
                 yield generator
                 generator.keep_pace()

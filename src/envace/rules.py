@@ -266,6 +266,16 @@ COMBINATIONS: list[tuple[str, Callable[[Config], object], str]] = [
         "AdamW loses small updates of bfloat16 weights: set policy.deepspeed (float32 masters) or policy.lora.r",
     ),
     (
+        "policy.decode",
+        lambda c: c.policy.decode == "dynamic" or not c.policy.deepspeed,
+        "compiled code wants weights that stay where they are: leave policy.deepspeed empty, or set it to dynamic",
+    ),
+    (
+        "policy.decode",
+        lambda c: c.policy.decode == "dynamic" or c.model.attn_implementation == "sdpa",
+        "a cache of fixed length wants model.attn_implementation=sdpa",
+    ),
+    (
         "policy.rollout_weights",
         lambda c: c.policy.rollout_weights == "gathered" or c.policy.deepspeed,
         "only ZeRO-3 partitions weights: set policy.deepspeed",
