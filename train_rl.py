@@ -94,7 +94,7 @@ def train(config: Config, services: Services, output: Path) -> None:
             started = time.perf_counter()
             tasks = sampler.next(config.rl.prompts_per_step)
 
-            mine = len(policy.share(range(at_once * config.rl.group_size)))
+            mine = policy.share_of(at_once * config.rl.group_size)
             with tracker.phase(mine, f"step {step + 1}/{config.rl.steps} rollout") as bar:
                 trajectories, sampled_here = unfold(
                     team,
@@ -262,7 +262,7 @@ def evaluate_held_out(
     """
     started = time.perf_counter()
     policy = team.lead
-    runs = len(policy.share(range(len(tasks) * config.eval.samples))) * (1 + isinstance(source, ExecutableSource))
+    runs = policy.share_of(len(tasks) * config.eval.samples) * (1 + isinstance(source, ExecutableSource))
     with tracker.phase(runs, f"step {step + 1}/{config.rl.steps} evaluation") as bar, policy.own_randomness():
         metrics, trajectories = evaluate_team(team, tasks, config, source, services, on_done=bar.update)
     lost = None

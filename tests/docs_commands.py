@@ -49,6 +49,16 @@ COMMANDS: dict[str, str | NotRun] = {
     'make rl CONFIG=configs/qwen3_8b.yaml ARGS="model.path=runs/qwen3_8b/sft" NODES=2 NODE_RANK=0 '
     "MAIN_ADDRESS=10.0.0.1": GPU,
     "make merge ADAPTER=runs/x/rl OUT=runs/x/merged": NotRun("needs an adapter", "test_policy.py"),
+    # docs/report.md
+    'make report RUNS="runs/demo/seed0"': RUN,
+    'make report RUNS="runs/a runs/b" OUT=compare.html': LONG._replace(covered_by="test_report_page.py"),
+    # docs/environments.md
+    "make new-env NAME=my_shop": RUN,
+    ".venv/bin/python -m pytest tests/test_my_shop.py": RUN,
+    "make sft CONFIG=envs/my_shop/config.yaml": RUN,
+    'make eval CONFIG=envs/my_shop/config.yaml ARGS="model.path=runs/my_shop/sft run_dir=runs/my_shop/eval-sft"': RUN,
+    'make rl CONFIG=envs/my_shop/config.yaml ARGS="model.path=runs/my_shop/sft"': RUN,
+    'make eval CONFIG=envs/my_shop/config.yaml ARGS="model.path=runs/my_shop/rl run_dir=runs/my_shop/eval-rl"': RUN,
     # docs/data.md
     ".venv/bin/python -m envace.data inspect tests/data/cm2_rl.json": RUN,
     ".venv/bin/python -m envace.data inspect data/cm2/rl_train.parquet": RUN,

@@ -134,6 +134,8 @@ ENTRY_POINTS = {
     "envace.dynamics.__main__": (["model.path=x", "run_dir=TMP"], 1, "has no exports"),
     "envace.tts.__main__": (["--samples", "0"], 2, "error: eval.samples=0"),
     "envace.ablations.__main__": (["--only", "gpro"], 2, "error: there is no variant 'gpro'"),
+    "envace.report.__main__": (["./none"], 1, "none"),
+    "envace.custom.__main__": (["class"], 1, "class"),
     "envace.tables": (["TMP"], 1, "has no results"),
     "envace.merge": (["./none", "TMP/out"], 1, "error: model.path 'none' cannot be loaded"),
     "envace.doctor": (["rl.lrr=1"], 2, "error: unknown key 'rl.lrr' (command line): did you mean rl.lr?"),
@@ -143,7 +145,10 @@ ENTRY_POINTS = {
     "envace.benchmarks.verify": (["bfcl", "--home", "TMP"], 1, "error: BFCL is not set up in"),
     "envace.benchmarks.replay.__main__": (["bfcl", "--mode", "oracle", "--home", "TMP"], 1, "error: "),
 }
-ITSELF = {"envace.elastic"}  # started by envace.launch, with the command line of accelerate
+ITSELF = {
+    "envace.elastic",  # started by envace.launch, with the command line of accelerate
+    "envace.custom.template_mcp.server",  # of the user's from then on, started by an MCP client
+}
 
 
 def test_no_entry_point_is_missing_here():

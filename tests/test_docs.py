@@ -22,8 +22,6 @@ SHELL = ("", "bash", "sh", "console")  # fenced blocks of these kinds hold comma
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 SETTING = re.compile(r"`([a-z]\w*(?:\.[a-z]\w*)+)(?:=[^`]*)?`")
 # Written elsewhere and not there yet.
-COMING = {"docs/environments.md", "docs/troubleshooting.md", "docs/report.md", "docs/report.png"}
-COMING_TARGETS = {"report"}
 
 
 def blocks(text: str, *kinds: str) -> list[str]:
@@ -52,14 +50,6 @@ def recipe(command: str, folder: Path) -> list[str]:
     result = subprocess.run(asked, cwd=folder, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     return shlex.split(result.stdout.replace("\\\n", " "))
-
-
-def is_coming(command: str) -> bool:
-    return command.startswith("make ") and command.split()[1] in COMING_TARGETS - targets()
-
-
-def targets() -> set[str]:
-    return set(re.findall(r"^([\w%-]+):", (ROOT / "Makefile").read_text(), re.M))
 
 
 def test_every_command_has_an_entry_and_every_entry_is_documented():
@@ -145,7 +135,7 @@ def test_python_and_yaml_that_is_shown_can_be_read(path):
 def test_links_lead_somewhere(path):
     targets = [link for link in LINK.findall(path.read_text(encoding="utf-8")) if "://" not in link]
     places = {(path.parent / link).resolve().relative_to(ROOT.resolve()).as_posix() for link in targets}
-    assert not {place for place in places if not (ROOT / place).exists()} - COMING
+    assert not {place for place in places if not (ROOT / place).exists()}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -211,7 +201,7 @@ def test_commands_are_run(clone):
     parquet = clone / "data/cm2/rl_train.parquet"
     parquet.parent.mkdir(parents=True)
     datasets.Dataset.from_list(records[:1]).to_parquet(parquet)  # all of them mix types within a column
-    for command in [c for c, check in COMMANDS.items() if check == RUN and not is_coming(c)]:
+    for command in [c for c, check in COMMANDS.items() if check == RUN]:
         words = recipe(command, clone) if command.startswith("make ") else shlex.split(command)
         takes_settings = "--config" in words or "envace.demo" in words
         run([*words, *(small(command) if takes_settings else [])], clone)

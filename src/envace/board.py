@@ -37,7 +37,7 @@ class Board:
         }
         self.headline = headline
         self._session: Any = None
-        self._writer = SummaryWriter(str(folder))
+        self._writer: Any = SummaryWriter(str(folder))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         if self._session is None:

@@ -91,7 +91,9 @@ def conclude(lines: dict[str, str]) -> None:
         logger.log(SUMMARY, "%s  %s", name.ljust(width), value)
 
 
-def progress(work: Collection[Any] | int, label: str, *, enabled: bool = True, only_terminal: bool = False) -> tqdm:
+def progress(
+    work: Collection[Any] | int, label: str, *, enabled: bool = True, only_terminal: bool = False
+) -> tqdm[Any]:
     """A progress bar, on a terminal; elsewhere a log line at about every tenth of the work, or nothing.
 
     work: something of known length to iterate over, or a total that the caller advances with `update(n)`.

@@ -9,6 +9,7 @@ import logging
 import runpy
 import signal
 import sys
+from typing import Any
 
 LAUNCHER = "accelerate.commands.launch"
 FAILED = "ChildFailedError"  # what torch's launcher raises, by its name: only envace.policy imports what knows ranks
@@ -24,7 +25,8 @@ def main() -> None:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         runpy.run_module(LAUNCHER, run_name="__main__", alter_sys=True)
-    except Exception as error:
+    except Exception as raised:
+        error: Any = raised
         if "--debug" in sys.argv:
             raise
         if type(error).__name__ == FAILED:
@@ -39,7 +41,7 @@ def main() -> None:
 
 
 def ended_by(rank: int, number: int) -> str:
-    said = BY_SIGNAL.get(number, "something outside ended it")
+    said = BY_SIGNAL.get(signal.Signals(number), "something outside ended it")
     return f"process {rank} was ended by {signal.Signals(number).name}: {said}; go on with checkpoint.resume=true"
 
 

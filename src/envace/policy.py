@@ -406,7 +406,12 @@ class Policy:
 
     def share(self, items: list[Item]) -> list[Item]:
         """This rank's part of a list that is the same on all ranks; neighbours stay together."""
-        return items[self.rank * len(items) // self.world_size : (self.rank + 1) * len(items) // self.world_size]
+        start = self.rank * len(items) // self.world_size
+        return items[start : start + self.share_of(len(items))]
+
+    def share_of(self, count: int) -> int:
+        """How many of `count` items are this rank's."""
+        return (self.rank + 1) * count // self.world_size - self.rank * count // self.world_size
 
     def gather(self, items: list[Item]) -> list[Item]:
         """The parts of all ranks in the order of ranks, on every rank: undoes `share`."""
