@@ -50,7 +50,7 @@ COMMANDS: dict[str, str | NotRun] = {
     "MAIN_ADDRESS=10.0.0.1": GPU,
     "make merge ADAPTER=runs/x/rl OUT=runs/x/merged": NotRun("needs an adapter", "test_policy.py"),
     # docs/report.md
-    'make report RUNS="runs/demo/seed0"': RUN,
+    'make report RUNS="runs/demo/seed0/rl"': RUN,
     'make report RUNS="runs/a runs/b" OUT=compare.html': LONG._replace(covered_by="test_report_page.py"),
     # docs/environments.md
     "make new-env NAME=my_shop": RUN,
