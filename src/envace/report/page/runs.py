@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from envace.types import UserError, first_line
 
 WINDOW = 3  # evaluations in a row, as in evaluation.GapWatch
 TOLERATED_GAP = 0.1
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # as tracking.without_nan writes them
 
 
 @dataclass
@@ -62,8 +63,8 @@ def read_run(folder: Path, name: str) -> Run:
         raise UserError(f"no such run: {folder} is no folder; give the run_dir of a training or an evaluation")
     run = Run(name)
     try:
-        run.metrics = list(json_lines(folder / "metrics.jsonl", run.events))
-        run.trajectories = list(json_lines(folder / "trajectories.jsonl", run.events))
+        run.metrics = list(json_lines(folder / "metrics.jsonl", run.events, is_metrics))
+        run.trajectories = list(json_lines(folder / "trajectories.jsonl", run.events, is_trajectory))
         for file in sorted(folder.glob("*.config.yaml")):
             run.settings[file.name.removesuffix(".config.yaml")] = dict(flat(read_yaml(file)))
         for file in sorted(folder.glob("*.versions.json")):
@@ -76,8 +77,27 @@ def read_run(folder: Path, name: str) -> Run:
     return run
 
 
-def json_lines(file: Path, events: list[str]) -> Iterator[dict[str, Any]]:
-    """The objects of a file, none if there is no file. A line that is none is counted in `events`; the last one may
+def is_of_a_step(record: Any) -> bool:
+    return isinstance(record, dict) and isinstance(record.get("stage"), str) and type(record.get("step")) is int
+
+
+def is_metrics(record: Any) -> bool:
+    """Whether all of it are numbers, or the words that `without_nan` writes for some."""
+    return is_of_a_step(record) and all(
+        isinstance(value, int | float) or value in NOT_FINITE for key, value in record.items() if key != "stage"
+    )
+
+
+def is_trajectory(record: Any) -> bool:
+    segments = record.get("segments") if is_of_a_step(record) else None
+    return isinstance(segments, list) and all(
+        isinstance(segment, dict) and isinstance(segment.get("role"), str) and isinstance(segment.get("text", ""), str)
+        for segment in segments
+    )
+
+
+def json_lines(file: Path, events: list[str], is_record: Callable[[Any], bool]) -> Iterator[dict[str, Any]]:
+    """The records of a file, none if there is no file. A line that is none is counted in `events`; the last one may
     be cut while the run still writes it."""
     if not file.exists():
         return
@@ -91,7 +111,7 @@ def json_lines(file: Path, events: list[str]) -> Iterator[dict[str, Any]]:
                 record = json.loads(line)
             except ValueError:
                 record = None
-            if isinstance(record, dict) and {"stage", "step"} <= record.keys():
+            if is_record(record):
                 yield record
             else:
                 broken.append(number)
@@ -147,5 +167,5 @@ def stage_warnings(stage: str, records: list[dict[str, Any]]) -> Iterator[str]:
         yield f"{stage}: not finite at times: {', '.join(infinite)}"
 
 
-def is_not_finite(value: Any) -> bool:
+def is_not_finite(value: float | str) -> bool:
     return not math.isfinite(float(value))
