@@ -182,7 +182,7 @@ def summary(config: Config, results: dict[str, Any]) -> dict[str, str]:
     numbers = [f"{name.replace('_', ' ')} {results[name]:.3f}" for name in names]
     low, high = results["ci"]
     numbers[0] += f" [{low:.3f}, {high:.3f}]"
-    return {"evaluation": ", ".join(numbers)} | found
+    return {"evaluation": ", ".join(numbers)} | found | {"next": f"make report RUNS={config.run_dir}"}
 
 
 if __name__ == "__main__":
