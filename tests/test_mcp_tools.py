@@ -227,3 +227,13 @@ def test_servers_end_with_the_program_that_forgot_to_close_them():
     done = subprocess.run([sys.executable, "-c", code], cwd=src, capture_output=True, text=True, timeout=120)
     assert done.stderr.strip() == "as it ends: 1"
     assert not [p for p in psutil.process_iter(["cmdline"]) if "forgotten" in (p.info["cmdline"] or [])]
+
+
+@pytest.mark.parametrize("text", ['{"a": "\\ud800"}', "[" * 200_000, '{"a": NaN}'])
+def test_a_response_that_is_no_json_text_is_a_fault_of_the_service(text):
+    from mcp.types import CallToolResult, TextContent
+
+    from envace.custom.mcp_tools import response_of
+
+    with pytest.raises(ServiceFault, match="what is no JSON"):
+        response_of(CallToolResult(content=[TextContent(type="text", text=text)]))

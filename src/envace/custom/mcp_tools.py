@@ -259,7 +259,17 @@ def _end(pool: list[Connection], stack: ExitStack) -> None:
 
 
 def response_of(result: CallToolResult) -> Any:
-    """What the agent sees: structured content, else text that is JSON, else the text in an object."""
+    """What the agent sees. Raises ServiceFault if it cannot be written as JSON text."""
+    try:
+        response = _content_of(result)
+        json.dumps(response, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ServiceFault(f"a tool of the MCP server returned what is no JSON: {first_line(error)}") from error
+    return response
+
+
+def _content_of(result: CallToolResult) -> Any:
+    """Structured content, else text that is JSON, else the text in an object."""
     if result.is_error:
         return {"error": text_of(result)}
     if result.structured_content is not None:

@@ -97,7 +97,9 @@ class PythonSession:
         except Exception as error:  # of any kind: the function is not ours
             raise ServiceFault(f"tool {call.name} raised {type(error).__name__}: {first_line(error)}") from error
         try:
-            return as_response(json.loads(json.dumps(value, allow_nan=False)))
+            text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+            text.encode()  # a lone surrogate is no text that a tokenizer takes
+            return as_response(json.loads(text))
         except (TypeError, ValueError, RecursionError) as error:
             raise ServiceFault(f"tool {call.name} returned what is no JSON: {first_line(error)}") from error
 

@@ -2,10 +2,10 @@
 
 from envace.custom.tools import PythonTools
 
-from .library import Library
+from . import library
 
 TOOLS = PythonTools(
-    lambda world: Library(**world),
-    reads=[Library.get_book],
-    writes=[Library.lend_book, Library.reserve_book],
+    lambda world: library.Library(**world),
+    reads=[library.Library.get_book],
+    writes=[library.Library.lend_book, library.Library.reserve_book],
 )
