@@ -9,6 +9,7 @@ GPUS ?=
 NODES ?= 1
 NODE_RANK ?= 0
 MAIN_ADDRESS ?=
+MAIN_PORT ?=
 ADAPTER ?=
 OUT ?=
 RUNS ?=
@@ -22,7 +23,7 @@ TOOLS ?= python
 
 VENV := .venv/bin/python
 LAUNCH = $(VENV) -m envace.launch $(if $(GPUS),--gpus $(GPUS)) --nodes $(NODES) --node-rank $(NODE_RANK) \
-	$(if $(MAIN_ADDRESS),--main-address $(MAIN_ADDRESS))
+	$(if $(MAIN_ADDRESS),--main-address $(MAIN_ADDRESS)) $(if $(MAIN_PORT),--main-port $(MAIN_PORT))
 # Idle threads sleep. Spinning, the default, makes a tiny model several times slower wherever the cores are shared.
 export OMP_WAIT_POLICY := PASSIVE
 # Two processes, each with whole files, as what a file sets up is used by all its tests.
@@ -35,7 +36,7 @@ STAMP := .venv/installed-$(shell cat requirements.txt pyproject.toml | sha256sum
 	merge new-env lint
 
 help:  ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## install into .venv; every other command does this by itself
 	@echo 'Ready: .venv'
@@ -45,7 +46,7 @@ demo: $(STAMP)  ## warm-up, RL in rehearsal, real evaluation on an embedded worl
 
 ablations: $(STAMP)  ## every variant against EnvACE, goes on where it stopped (SEEDS=5 ONLY=a,b JOBS=2; QUICK=1: a check)
 	@$(VENV) -m envace.ablations --jobs $(JOBS) $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY)) \
-		$(if $(filter-out file,$(origin SEEDS)),--seeds $(SEEDS))
+		$(if $(filter-out file,$(origin SEEDS)),--seeds $(SEEDS)) $(ARGS)
 
 dynamics: $(STAMP)  ## evaluate the models that a training exported, over its steps (CONFIG=... ARGS="...")
 	@$(VENV) -m envace.dynamics --config $(CONFIG) $(ARGS)
@@ -77,8 +78,8 @@ report: $(STAMP)  ## runs as one HTML page: curves, settings, trajectories (RUNS
 serve: $(STAMP)  ## an OpenAI-compatible endpoint over a checkpoint (CONFIG=... ARGS="model.path=FOLDER serve.port=8000")
 	@$(VENV) -m envace.serve --config $(CONFIG) $(ARGS)
 
-bench-setup-%: $(STAMP)  ## put an official harness in .bench: bench-setup-bfcl, -tau2, -vita, -finmcp (SOURCE=its checkout)
-	@$(VENV) -m envace.benchmarks.setup $* $(if $(SOURCE),--source $(SOURCE))
+bench-setup-%: $(STAMP)  ## put an official harness in .bench: bench-setup-bfcl, -tau2, -vita, -finmcp, -trl (SOURCE=its checkout)
+	@$(VENV) -m envace.benchmarks.setup $* $(if $(SOURCE),--source $(SOURCE)) $(ARGS)
 
 bench-verify: $(STAMP)  ## gold actions and doing nothing through an official harness (BENCH=bfcl ARGS="--tasks 5")
 	@$(VENV) -m envace.benchmarks.verify $(BENCH) $(ARGS)
@@ -90,10 +91,10 @@ doctor: $(STAMP)  ## check machine, config, model and memory before a long run (
 	@$(VENV) -m envace.doctor --config $(CONFIG) $(ARGS)
 
 merge: $(STAMP)  ## adapters and their base as one model (ADAPTER=runs/x/rl OUT=runs/x/merged)
-	@$(VENV) -m envace.merge $(ADAPTER) $(OUT)
+	@$(VENV) -m envace.merge $(ADAPTER) $(OUT) $(ARGS)
 
 new-env: $(STAMP)  ## a template of an executable environment of your own (NAME=my_shop TOOLS=python|mcp)
-	@$(VENV) -m envace.custom '$(NAME)' --tools '$(TOOLS)'
+	@$(VENV) -m envace.custom '$(NAME)' --tools '$(TOOLS)' $(ARGS)
 
 lint: $(STAMP)  ## ruff (rules and format) and mypy
 	@$(VENV) -m ruff check .

@@ -81,8 +81,9 @@ def evaluate_with_rehearsal(
     rehearsing = rehearsing_team(team, config)
     with tracker.progress(len(tasks) * config.eval.samples, "execute") as bar:
         runs = rehearse_and_execute(team, rehearsing, tasks, config, source, services, on_done=bar.update)
-    tracker.trajectories(0, "rehearsal", [rehearsal.trajectory for rehearsal in runs.rehearsals])
-    tracker.trajectories(0, "committed", runs.trajectories)
+    imagined = [rehearsal.trajectory for rehearsal in runs.rehearsals]
+    tracker.trajectories(0, "rehearsal", imagined, executions=runs.executions)
+    tracker.trajectories(0, "committed", runs.trajectories, executions=[*range(len(runs.trajectories))])
     return {
         "model": config.model.path,
         "tasks": len(tasks),

@@ -138,7 +138,8 @@ def train(config: Config, services: Services, output: Path) -> None:
                 "throughput/sampled_tokens_per_second": sampled_tokens / (rolled_out - started),
                 "throughput/trained_tokens_per_second": trained_tokens(trajectories, config) / (updated - rolled_out),
             }
-            tracker.trajectories(step, "train", trajectories, advantages=advantages)
+            after = team.output_logprobs(trajectories[: config.record_tokens], config.sampling.temperature)
+            tracker.trajectories(step, "train", trajectories, advantages=advantages, updated_logprobs=after)
             lost = None
             if held_out and is_due(step, config):
                 evaluated, lost = evaluate_held_out(team, held_out, config, source, services, step, tracker)

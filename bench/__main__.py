@@ -90,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(TABLES)}; none: all of them")
     parser.add_argument("--repetitions", type=int, default=5, help="of every variant (default 5)")
-    parser.add_argument("--model", default="runs/demo/seed0/rl", help="of the embedded world (default: make demo's)")
+    parser.add_argument("--model", default="runs/demo/seed0/rl/rl", help="of the embedded world (default: make demo's)")
     add_options(parser)
     arguments = parser.parse_args()
     known = cases(arguments.model)

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# One pass over what only a GPU can show, in under 8 minutes on one H200: the demo's first losses on CUDA against the CPU,
-# and speed and memory at the shape of Qwen3-8B. Uses the Python it finds (PYTHON=...), installs nothing from a network.
+# One pass over what only a GPU can show, in minutes on one GPU: the demo's first losses on CUDA against the CPU,
+# and speed and memory at the shape of Qwen3-8B. Uses .venv or else the python3 that it finds (PYTHON=...), and installs
+# nothing but wheels in bench/wheels, if it lacks some.
 #
 #     bench/gpu_check.sh [OUT]        writes OUT/gpu_check.md and OUT/gpu_check.json (default: runs/gpu_check)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-python3}
+PYTHON=${PYTHON:-$(test -x .venv/bin/python && echo .venv/bin/python || echo python3)}
 OUT=${1:-runs/gpu_check}
 export PYTHONPATH=src:.
 

@@ -37,7 +37,7 @@ COMMANDS: dict[str, str | NotRun] = {
     'make eval ARGS="model.path=runs/demo/rl eval.samples=4"': RUN,
     'make rl CONFIG=configs/mine.yaml ARGS="model.path=runs/demo/seed0/sft/sft"': RUN,
     'make eval CONFIG=configs/mine.yaml ARGS="model.path=runs/mine/rl eval.samples=4 eval.tasks=0"': RUN,
-    'make report RUNS="runs/demo/seed0/rl runs/mine"': RUN,
+    'make report RUNS="runs/demo/seed0/rl runs/mine" OUT=compare.html': RUN,
     "make doctor CONFIG=configs/qwen3_8b.yaml": GPU._replace(covered_by="test_doctor.py"),
     "make sft CONFIG=configs/qwen3_8b.yaml": GPU,
     'make rl CONFIG=configs/qwen3_8b.yaml ARGS="model.path=runs/qwen3_8b/sft"': GPU,

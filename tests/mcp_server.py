@@ -20,7 +20,7 @@ if mode == "dead":
 if mode == "deaf":
     time.sleep(60)
 if mode == "babbling":
-    print("Welcome to the server!", flush=True)
+    print("Welcome to the server!\n" * 20, flush=True)
 
 
 @server.tool(annotations=ToolAnnotations(read_only_hint=True))

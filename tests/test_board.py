@@ -113,9 +113,11 @@ def test_without_forgetting_the_steps_would_be_there_twice(tmp_path, monkeypatch
 
 def test_a_stage_that_begins_anew_leaves_nothing_of_the_old_one(tmp_path):
     crashed(tmp_path)
+    foreign = tmp_path / "tensorboard" / "rl" / "notes.txt"
+    foreign.write_text("mine")
     with tracker(tmp_path) as rl:
         rl.log(0, {"lr": 7.0})
-    assert scalars(board(tmp_path)) == [(0, 7.0)]
+    assert scalars(board(tmp_path)) == [(0, 7.0)] and foreign.read_text() == "mine"
     assert "train/0/text_summary" not in board(tmp_path).Tags()["tensors"]
 
 

@@ -1,5 +1,6 @@
 """Evaluation with private rehearsal: what happens before the real environment is opened, and what is reported of it."""
 
+import json
 import math
 from collections import Counter
 from contextlib import contextmanager
@@ -160,10 +161,9 @@ def test_evaluation_writes_what_the_rehearsals_were_worth_and_cost(model, tmp_pa
     assert (
         set(results["cost"]["tokens_per_run"]) == set(results["cost"]["seconds_per_run"]) == {"rehearsal", "execution"}
     )
-    splits = Counter()
-    for line in (tmp_path / "trajectories.jsonl").read_text().splitlines():
-        splits[line.split('"split": "')[1].split('"')[0]] += 1
-    assert splits == {"rehearsal": 6, "committed": 3}
+    records = [json.loads(line) for line in (tmp_path / "trajectories.jsonl").read_text().splitlines()]
+    pairs = {split: [r["execution"] for r in records if r["split"] == split] for split in ("rehearsal", "committed")}
+    assert pairs == {"rehearsal": [0, 0, 1, 1, 2, 2], "committed": [0, 1, 2]} and len(records) == 9
 
 
 # Metrics

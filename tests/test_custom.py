@@ -124,12 +124,24 @@ def test_values_become_json_as_the_agent_would_write_it():
         (tool({1, 2}), "tool act returned what is no JSON: Object of type set is not JSON serializable"),
         (tool(float("nan")), "tool act returned what is no JSON: "),
         (tool(raises=KeyError("A1\nB2")), "tool act raised KeyError: "),
+        (tool(raises=SystemExit("A1\nB2")), "tool act raised SystemExit: "),
     ],
 )
 def test_a_tool_that_breaks_is_a_fault_and_no_observation(session, message):
     with pytest.raises(ServiceFault) as caught:
         called(session, "act")
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("state", [{"n": [1]}, [1], "text"])
+def test_a_state_without_attributes_is_its_own_state(state):
+    assert PythonTools(lambda world: state, reads=[tool().functions["act"]]).open({}).state() == state
+
+
+def test_a_state_that_is_no_json_is_a_fault():
+    session = PythonTools(lambda world: {1, 2}, reads=[tool().functions["act"]]).open({})
+    with pytest.raises(ServiceFault, match="the state of the environment is no JSON: Object of type set"):
+        session.state()
 
 
 def no_hint(amount):
@@ -429,6 +441,8 @@ def test_every_file_of_a_new_environment_names_it_and_not_the_template(tmp_path)
         ("my-shop", "python", "NAME='my-shop': take a Python identifier"),
         ("../shop", "python", "take a Python identifier"),
         ("class", "python", "take a Python identifier"),
+        ("__init__", "python", "take a Python identifier"),
+        ("nowhere", "python", "envs/nowhere is there already"),
         ("shop", "rest", "TOOLS=rest: take one of python, mcp"),
         ("taken", "python", "envs/taken is there already: take another NAME"),
         ("gate", "python", "tests/test_gate.py is there already"),
@@ -438,10 +452,17 @@ def test_a_name_that_cannot_be_used_is_one_line_and_nothing_is_written(tmp_path,
     (tmp_path / "envs" / "taken").mkdir(parents=True)
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_gate.py").touch()
+    (tmp_path / "envs" / "nowhere").symlink_to("no_such_folder")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError, match=message):
         new_environment(name, tools, tmp_path)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_file_in_the_way_is_one_line(tmp_path):
+    (tmp_path / "envs").touch()
+    with pytest.raises(UserError, match="cannot write .*envs.*: "):
+        new_environment("shop", "python", tmp_path)
 
 
 def test_the_command_says_a_mistake_in_one_line(tmp_path):

@@ -151,7 +151,7 @@ def test_a_recorded_text_enters_exactly_as_it_is_and_carries_no_loss(chat, unfol
     assert segment.ids == chat.response(text)
     assert (segment.role, segment.evidence) == (Role.CONTEXT, Evidence.OBSERVED)
     assert segment.logprobs is None and segment.finish_reason is None
-    assert segment.provenance == {"payload_hash": content_hash(text)}
+    assert segment.provenance == {"payload_hash": content_hash(text), "source": "recorded dialogue"}
     assert trajectory.messages[-2] == {"role": "tool", "content": text}
     assert trajectory.exchanges == [Exchange(LIMA, value, 0, 0, Evidence.OBSERVED)]
 

@@ -89,7 +89,7 @@ def one_line(caught):
 
 
 def test_other_errors_stay_what_they_are():
-    for error in (RuntimeError("shapes do not fit"), ValueError("no")):
+    for error in (RuntimeError("shapes do not fit"), ValueError("no"), RuntimeError("Connection reset by peer")):
         with pytest.raises(type(error)) as caught, in_memory("update"):
             raise error
         assert caught.value is error and explained(error) is None
@@ -116,14 +116,19 @@ def test_the_knobs_exist(phase):
 
 
 @pytest.mark.parametrize(
-    "number, remedy", [(errno.ENOSPC, "free some space"), (errno.EACCES, "a folder that you may write to")]
+    "number, what, remedy",
+    [
+        (errno.ENOSPC, "write", "free some space"),
+        (errno.EROFS, "write", "a folder that you may write to"),
+        (errno.EACCES, "read or write", "allow it, or set run_dir to a folder that you may write to"),
+    ],
 )
-def test_what_the_system_refuses_is_one_line_with_a_remedy(capsys, quiet_options, number, remedy):
+def test_what_the_system_refuses_is_one_line_with_a_remedy(capsys, quiet_options, number, what, remedy):
     with pytest.raises(SystemExit) as ended, command(quiet_options):
         raise OSError(number, os.strerror(number), "runs/x/evaluation.json")
     said = capsys.readouterr().err
     assert ended.value.code == 1 and said.count("\n") == 1
-    assert said.startswith(f"error: cannot write runs/x/evaluation.json: {os.strerror(number)}: ") and remedy in said
+    assert said.startswith(f"error: cannot {what} runs/x/evaluation.json: {os.strerror(number)}: ") and remedy in said
 
 
 def test_a_file_that_the_program_expects_is_no_mistake_of_the_user():

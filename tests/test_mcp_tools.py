@@ -150,7 +150,7 @@ def test_a_world_that_the_reset_tool_refuses_is_a_fault(tools_of):
         called(tools_of().open(world(bad=1)), "peek", name="a")
 
 
-def test_a_server_that_prints_among_its_messages_is_told_and_still_understood(tools_of, caplog):
+def test_a_server_that_prints_among_its_messages_is_told_once_and_still_understood(tools_of, caplog):
     assert called(tools_of("babbling").open(world(a=2)), "peek", name="a") == {"result": 2}
     [message] = caplog.messages
     assert "prints what is no message" in message

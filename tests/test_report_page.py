@@ -11,6 +11,7 @@ import pytest
 from envace.report.__main__ import main
 from envace.report.page.build import write_page
 from envace.report.page.runs import read_runs
+from envace.types import UserError
 
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
 FLAGS += "--disable-component-update --disable-sync --window-size=1300,900"
@@ -157,11 +158,15 @@ def test_filters_and_keys(browser, tmp_path):
     assert browser.get_log("browser") == []
 
 
+TOKENS = {"logprobs": [-0.1, -3.0], "updated_logprobs": [-0.2, -2.0]}
+
+
 def test_segments_say_who_wrote_them_and_old_records_say_what_they_lack(browser, tmp_path):
     middle = [
-        call("get_order") | {"advantage": -0.5, "logprobs": [-0.1, -3.0], "token_texts": ["<tool", "_call>"]},
+        call("get_order") | {"advantage": -0.5, "token_texts": ["<tool", "_call>"]} | TOKENS,
         segment("rehearse", "rehearsed", "imagined", advantage=0.75),
         segment("context", "observed", "seen"),
+        segment("context", "observed", "replayed", provenance={"source": "recorded dialogue"}),
         segment("context", "simulated", "played"),
         segment("act", "claimed", "no call </tool_call>", finish_reason="parse_error"),
     ]
@@ -169,12 +174,21 @@ def test_segments_say_who_wrote_them_and_old_records_say_what_they_lack(browser,
     open_page(browser, tmp_path, run, fragment="#t=0")
     wait(browser, "document.querySelector('#detail h2')?.textContent === 'task-0'")
     pills = browser.execute_script("return [...document.querySelectorAll('#detail .pill')].map((p) => p.textContent)")
-    assert pills == ["GIVEN", "USER", "GIVEN", "ACT", "REHEARSE", "OBSERVED", "SIMULATED", "ACT", "CLAIMED"]
+    assert pills == ["GIVEN", "USER", "GIVEN", "ACT", "REHEARSE", "OBSERVED", "RECORDED", "SIMULATED", "ACT", "CLAIMED"]
     facts = " ".join(text(browser, "#detail dl").split())
     assert "reads 0.25" in facts and "advantage ACT -0.5" in facts and "advantage REHEARSE 0.75" in facts
     keys(browser, "p")
     wait(browser, "document.querySelectorAll('#detail .token').length === 2")
     assert browser.execute_script("return document.querySelectorAll('.token')[1].title") == "logprob -3, p 0.0498"
+    keys(browser, "r")
+    wait(browser, "document.getElementById('ratio').getAttribute('aria-pressed') === 'true'")
+    shades = browser.execute_script(
+        "return [...document.querySelectorAll('.token')].map((t) => [t.className, t.title])"
+    )
+    assert shades == [
+        ["token level2 down", "ratio 0.9048, logprob -0.1 before"],
+        ["token level5 up", "ratio 2.718, logprob -3 before"],
+    ]
     keys(browser, "j")
     wait(browser, "document.querySelector('#detail h2').textContent === 'task-1'")
     facts = " ".join(text(browser, "#detail dl").split())
@@ -222,8 +236,11 @@ def test_the_policy_of_the_page_refuses_scripts_and_requests(browser, tmp_path):
 
 
 def test_rehearsal_beside_its_committed_execution(browser, tmp_path):
-    rehearsals = [trajectory(n, split="rehearsal", task="t", reward=None) for n in range(2)]
-    committed = [trajectory(2, split="committed", task="t"), trajectory(3, split="committed", task="other")]
+    rehearsals = [trajectory(n, split="rehearsal", task="t", reward=None, execution=n) for n in range(2)]
+    committed = [
+        trajectory(2, split="committed", task="t", execution=1),
+        trajectory(3, split="committed", task="other"),
+    ]
     run = write_run(tmp_path / "a", [t | {"step": 0} for t in rehearsals + committed])
     open_page(browser, tmp_path, run, fragment="#t=2")
     wait(browser, "document.querySelector('#detail h2')")
@@ -233,8 +250,9 @@ def test_rehearsal_beside_its_committed_execution(browser, tmp_path):
         "return [...document.querySelectorAll('.trajectory header p')].map((p) => p.innerText)"
     )
     assert "rehearsal" in heads[0] and "committed" in heads[1]
-    assert browser.execute_script("return document.querySelectorAll('#beside option').length") == 3  # none and two
-    assert browser.execute_script("return location.hash") == "#t=2&beside=0"
+    names = browser.execute_script("return [...document.querySelectorAll('#beside option')].map((o) => o.text)")
+    assert names == ["nothing", "rehearsal 2 of this task, same execution", "rehearsal 1 of this task"]
+    assert browser.execute_script("return location.hash") == "#t=2&beside=1"
 
 
 def test_an_empty_run_and_one_that_is_being_written(browser, tmp_path):
@@ -285,6 +303,8 @@ BAD_METRICS = [
     '{"stage": "rl", "step": 1, "loss/kl": null}',
     '{"stage": "rl", "step": 1e400}',
     '{"stage": 1, "step": 1}',
+    f'{{"stage": "rl", "step": 1, "loss/kl": 1{"0" * 400}}}',
+    "[" * 100_000,
     "[]",
 ]
 BAD_TRAJECTORIES = [
@@ -292,6 +312,8 @@ BAD_TRAJECTORIES = [
     '{"stage": "rl", "step": 1, "segments": 3}',
     '{"stage": "rl", "step": 1, "segments": [{"role": 5, "text": "x"}]}',
     '{"stage": "rl", "step": 1, "segments": [{"role": "act", "text": 3}]}',
+    '{"stage": "rl", "step": 1, "segments": [], "user_turns": {"0": "x"}}',
+    '{"stage": "rl", "step": 1, "segments": [], "user_turns": 1}',
 ]
 
 
@@ -307,6 +329,36 @@ def test_lines_of_another_kind_are_left_out_and_counted(tmp_path, name, bad):
     assert len(run.metrics if name == "metrics" else run.trajectories) == 1
     assert f"{name}.jsonl: {len(bad)} lines are no records and were left out (line 2, 3, 4, 5" in run.events[0]
     assert write_page([run], tmp_path / "page.html") > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"), [("day: 2026-01-02", {"day": "2026-01-02"}), ("a: &x [1]\nb: *x", {"a": [1], "b": [1]})]
+)
+def test_a_config_may_hold_what_json_has_no_word_for(tmp_path, settings, found):
+    [run] = read_runs([write_run(tmp_path / "a", settings=settings)])
+    assert run.settings == {"rl": found} and write_page([run], tmp_path / "page.html") > 0
+
+
+@pytest.mark.parametrize("settings", ["a: &x [*x]", "? [1]\n: 2", "a: [", "a: \0"])
+def test_a_config_that_cannot_be_shown_is_one_clear_line(tmp_path, settings):
+    with pytest.raises(UserError, match=r"rl.config.yaml cannot be read \([^\n]*\): restore or delete it$"):
+        read_runs([write_run(tmp_path / "a", settings=settings)])
+
+
+@pytest.mark.parametrize("out", [".", "{run}"])
+def test_a_folder_as_the_page_is_one_clear_line(tmp_path, monkeypatch, capsys, out):
+    run = write_run(tmp_path / "a")
+    monkeypatch.setattr(sys, "argv", ["report", str(run), "--out", out.format(run=run)])
+    with pytest.raises(SystemExit):
+        main()
+    assert re.fullmatch(r"error: \S+ is a folder: name a file, such as \S*report.html\n", capsys.readouterr().err)
+
+
+def test_quiet_still_says_where_the_page_lies(tmp_path, monkeypatch, capsys):
+    run = write_run(tmp_path / "a", [trajectory(0)])
+    monkeypatch.setattr(sys, "argv", ["report", str(run), "--quiet"])
+    main()
+    assert capsys.readouterr().out.startswith(f"report  {run / 'report.html'}: 1 runs, 1 trajectories, ")
 
 
 def test_colours_can_be_read_in_both_themes():

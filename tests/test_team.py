@@ -27,7 +27,7 @@ from envace.metrics import rollout_metrics
 from envace.policy import Policy
 from envace.services import Services
 from envace.settings import SamplingConfig
-from envace.team import evaluation_team
+from envace.team import evaluation_team, training_team
 from envace.types import Evidence, Exchange, Role, Segment, Sequence, Status, Task, ToolCall, Trajectory
 
 pytestmark = pytest.mark.slow  # all together, though each alone is quick
@@ -375,3 +375,47 @@ def test_filtered_trajectories_are_unknown_and_counted():
     assert [t.reward is None for t in trajectories] == [n in INCONSISTENT for n in range(len(EPISODES))]
     metrics = rollout_metrics(trajectories)
     assert metrics["reward/filtered_share"] == metrics["reward/unknown_share"] == pytest.approx(2 / 6)
+
+
+# What an update did to single tokens
+
+
+def plain_logprobs(policy, trajectory, temperature):
+    """Of each output, one forward pass and a softmax over everything."""
+    [sequence] = trajectory.sequences
+    ids = torch.tensor([sequence.ids])
+    with torch.no_grad():
+        table = (policy.model(ids).logits / temperature).log_softmax(-1)[0]
+    values, end = [], 0
+    for segment in sequence.segments:
+        begin, end = end, end + len(segment.ids)
+        if segment.role is not Role.CONTEXT:
+            values.append([float(table[t - 1, ids[0, t]]) for t in range(begin, end)])
+    return values
+
+
+@pytest.mark.parametrize("weights", [{"act": 1.0, "rehearse": 0.5}, {"act": 1.0, "rehearse": 0.0}])
+def test_logprobs_of_outputs_are_those_of_a_plain_forward_where_a_role_is_trained(base, tmp_path, weights):
+    settings = [f"model.path={base}", f"run_dir={tmp_path}", *(f"rl.role_weights.{k}={v}" for k, v in weights.items())]
+    team = training_team(load_config(None, settings))
+    made = make_trajectories()
+    expected = [values for t in made for values in plain_logprobs(team.lead, t, 0.7)]
+    outputs = [output for t in made for output in t.outputs()]
+    for output, found, values in zip(outputs, team.output_logprobs(made, 0.7), expected, strict=True):
+        trained = weights[output.role.name.lower()] > 0
+        torch.testing.assert_close(found, values if trained else [], atol=1e-5, rtol=0)
+
+
+def test_of_two_policies_each_tells_of_its_own_role(base, tmp_path):
+    variant = str(ROOT / "configs" / "ablations" / "per_role_policy.yaml")
+    team = training_team(load_config(variant, [f"model.path={base}", f"run_dir={tmp_path}"]))
+    with torch.no_grad():
+        for p in team.players[1].policy.lm.parameters():
+            p.mul_(1.1)
+    made = make_trajectories()
+    by_role = {Role.ACT: team.players[0].policy, Role.REHEARSE: team.players[1].policy}
+    both = {role: [v for t in made for v in plain_logprobs(policy, t, 1.0)] for role, policy in by_role.items()}
+    outputs = [output for t in made for output in t.outputs()]
+    for number, (output, found) in enumerate(zip(outputs, team.output_logprobs(made, 1.0), strict=True)):
+        torch.testing.assert_close(found, both[output.role][number], atol=1e-5, rtol=0)
+    assert both[Role.ACT] != both[Role.REHEARSE]

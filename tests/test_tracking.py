@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import math
+import os
 import re
 import sys
 
@@ -160,16 +161,28 @@ def test_setting_logging_up_twice_prints_once(tmp_path, capsys):
     assert capsys.readouterr().out == "once\n"
 
 
-def test_a_closed_pipe_does_not_end_the_training(tmp_path, monkeypatch):
-    class Closed(io.StringIO):
-        def write(self, text):
-            raise BrokenPipeError
+def test_a_closed_pipe_is_told_once_and_does_not_end_the_training(tmp_path, monkeypatch, capsys):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w", buffering=1) as closed, tracker(tmp_path, headline={"lr": "lr"}) as rl:
+        monkeypatch.setattr(sys, "stdout", closed)
+        for step in range(3):
+            rl.log(step, {"lr": 1.0})
+    assert len(read_lines(tmp_path / "metrics.jsonl")) == 3
+    said = "stdout cannot be written (Broken pipe): log lines are not shown from here on\n"
+    assert capsys.readouterr().err == said
 
-    monkeypatch.setattr(sys, "stdout", Closed())
-    monkeypatch.setattr(logging, "raiseExceptions", False)
-    with tracker(tmp_path, headline={"lr": "lr"}) as rl:
+
+@pytest.mark.parametrize("line", ['{"stage": "rl"}', "[1}", '{"a": "\udcff"}', "[" * 100_000 + "}"])
+def test_a_damaged_line_stops_a_resume_with_its_number_and_nothing_is_lost(tmp_path, line):
+    with tracker(tmp_path) as rl:
         rl.log(0, {"lr": 1.0})
-    assert len(read_lines(tmp_path / "metrics.jsonl")) == 1
+    file = tmp_path / "metrics.jsonl"
+    damaged = file.read_bytes() + line.encode(errors="surrogateescape") + b"\n"
+    file.write_bytes(damaged)
+    with pytest.raises(TrackingError, match=r"metrics.jsonl, line 2 is damaged \(.*: repair or delete that line, or"):
+        tracker(tmp_path, first_step=1)
+    assert file.read_bytes() == damaged
 
 
 # Progress
@@ -307,7 +320,9 @@ def test_outputs_have_their_advantages_and_the_first_trajectories_their_tokens(t
 
     count = CONFIG.record_tokens
     with tracker(tmp_path) as rl:
-        rl.trajectories(0, "train", [made() for _ in range(count + 1)], advantages=torch.arange(2.0 * (count + 1)))
+        updated = [[-0.4, -0.3], []] * count  # REHEARSE is not trained
+        several = [made() for _ in range(count + 1)]
+        rl.trajectories(0, "train", several, advantages=torch.arange(2.0 * len(several)), updated_logprobs=updated)
         rl.trajectories(0, "eval-real", [made()])
     *recorded, later, evaluated = (record["segments"] for record in read_lines(tmp_path / "trajectories.jsonl"))
     assert len(recorded) == count
@@ -315,6 +330,7 @@ def test_outputs_have_their_advantages_and_the_first_trajectories_their_tokens(t
         assert not {"advantage", "logprobs", "token_texts"} & given.keys()
         assert (act["advantage"], rehearse["advantage"]) == (2 * number, 2 * number + 1)
         assert (act["token_texts"], act["logprobs"]) == (["a", "b"], [-0.5, -0.25])
+        assert act["updated_logprobs"] == [-0.4, -0.3] and "updated_logprobs" not in rehearse
     assert later[1]["advantage"] == 2 * count and "logprobs" not in later[1]
     assert "advantage" not in evaluated[1] and evaluated[2]["logprobs"] == [-1.0]
 

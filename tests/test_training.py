@@ -266,6 +266,17 @@ def test_every_segment_says_on_what_evidence_it_stands(rehearsed_run, warm):
 
 
 @pytest.mark.slow
+def test_the_record_tells_what_the_update_did_to_each_token(rehearsed_run):
+    for record in lines(rehearsed_run / "trajectories.jsonl"):
+        for segment in record["segments"]:
+            is_trained = record["split"] == "train" and segment["role"] != "context"
+            assert ("updated_logprobs" in segment) == is_trained
+            if is_trained:
+                assert len(segment["updated_logprobs"]) == segment["tokens"] == len(segment["logprobs"])
+                moved = zip(segment["updated_logprobs"], segment["logprobs"], strict=True)
+                assert max(abs(new - old) for new, old in moved) < 0.5  # one small step away
+
+
 def test_training_in_the_real_world_is_counted_and_rehearses_nothing(warm, tmp_path):
     train_rl.main(configure(warm, tmp_path, "rollout.environment=real"))
     counts = [record["env_calls/training"] for record in logged(tmp_path, "rl")]

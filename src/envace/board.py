@@ -6,7 +6,6 @@ each step once, in rising order, whatever reads the files.
 
 from __future__ import annotations
 
-import shutil
 import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,11 +62,14 @@ class Board:
 
 
 def forget(folder: Path, first_step: int) -> None:
-    """Remove the events of `first_step` and later steps, and half an event that a killed run has left."""
-    if first_step == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-        return
+    """Remove the events of `first_step` and later steps, and half an event that a killed run has left.
+
+    No other file in the folder is touched. Raises OSError.
+    """
     for file in sorted(folder.glob("events.out.tfevents.*")):
+        if first_step == 0:
+            file.unlink()
+            continue
         events = list(RawEventFileLoader(str(file)).Load())
         # Beside it first: a kill in the middle must not cost the records.
         rewritten = file.with_name(f"{file.name.replace('events', 'rewritten', 1)}.partial")

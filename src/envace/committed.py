@@ -59,6 +59,11 @@ class Runs:
     def rehearsals(self) -> list[Rehearsal]:
         return [rehearsal for memory in self.memories for rehearsal in memory.rehearsals]
 
+    @property
+    def executions(self) -> list[int]:
+        """Of each rehearsal, the index in `trajectories` of the execution that it prepared."""
+        return [number for number, memory in enumerate(self.memories) for _ in memory.rehearsals]
+
 
 def rehearser_of(config: Config, chat: ChatFormat, model: str) -> Rehearser:
     """model: the name that is logged as the author of rehearsed responses."""

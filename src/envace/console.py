@@ -128,12 +128,15 @@ def _shows_bars() -> bool:
 
 
 class _AboveBars(logging.Handler):
-    """Writes to stdout, above a progress bar if one is shown."""
+    """Writes to stdout, above a progress bar if one is shown. A stdout that is gone is told once, on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             tqdm.write(self.format(record), file=sys.stdout)
-        except (OSError, UnicodeError):  # a closed pipe must not end a training
+        except OSError as error:  # a closed pipe must not end a training
+            print(f"stdout cannot be written ({error.strerror}): log lines are not shown from here on", file=sys.stderr)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except UnicodeError:
             self.handleError(record)
 
 

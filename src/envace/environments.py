@@ -188,7 +188,8 @@ class Recorded:
         reused = [e.call.key() for e in trajectory.exchanges if e.evidence is Evidence.OBSERVED]
         made = reused.count(call.key())
         text = responses[min(made, len(responses) - 1)]
-        feed_response(trajectory.sequences[0], text, Evidence.OBSERVED, chat)
+        provenance = {"payload_hash": content_hash(text), "source": "recorded dialogue"}
+        feed_response(trajectory.sequences[0], text, Evidence.OBSERVED, chat, provenance=provenance)
         return Observation(text, parse_observation(text).value, evidence=Evidence.OBSERVED)
 
 

@@ -40,7 +40,10 @@ REMEDIES = {
     errno.ENOTDIR: "remove the file that is in the way, or set run_dir to another folder",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
-# What gloo says, as a plain RuntimeError, of a process that is late, and of one that is gone. NCCL has a class for it.
+ONLY_WHEN_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+# What gloo says, as a plain RuntimeError that names its source, of a process that is late, and of one that is gone.
+# NCCL has a class for it.
+FROM_GLOO = "gloo"
 LATE_OR_GONE = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer", "Socket closed")
 FROM_NCCL = "DistError"
 
@@ -74,7 +77,7 @@ def explained(error: BaseException) -> str | None:
     if is_out_of_memory(error):
         return f"out of memory ({_of(error)}): {ESTIMATE}, and says which settings to change"
     if isinstance(error, OSError) and error.errno in REMEDIES:
-        return not_written(error)
+        return failed(error, "cannot write" if error.errno in ONLY_WHEN_WRITING else "cannot read or write")
     if is_about_processes(error):
         return (
             f"another process did not answer ({_of(error)}): one hangs or has ended, and its own output says why; "
@@ -85,13 +88,14 @@ def explained(error: BaseException) -> str | None:
 
 def is_about_processes(error: BaseException) -> bool:
     by_class = FROM_NCCL in [kind.__name__ for kind in type(error).__mro__]
-    return by_class or isinstance(error, RuntimeError) and any(text in str(error) for text in LATE_OR_GONE)
+    by_gloo = isinstance(error, RuntimeError) and FROM_GLOO in str(error)
+    return by_class or by_gloo and any(text in str(error) for text in LATE_OR_GONE)
 
 
-def not_written(error: OSError, path: object = "a file") -> str:
-    """path: what was being written, for an error that does not know."""
+def failed(error: OSError, what: str, path: object = "a file") -> str:
+    """what: failed, such as "cannot write". path: of what, for an error that does not know."""
     remedy = f": {REMEDIES[error.errno]}" if error.errno in REMEDIES else ""
-    return f"cannot write {error.filename or path}: {error.strerror or error}{remedy}"
+    return f"{what} {error.filename or path}: {error.strerror or error}{remedy}"
 
 
 def _of(error: BaseException) -> str:

@@ -329,10 +329,14 @@ class Policy:
         idle = [Row([self.chat.pad_id] * 2, [int(Role.CONTEXT)] * 2, [0.0] * 2, [0.0] * 2)]
         batches = []
         for number, mine in enumerate(parts[self.rank]):
-            batch = rows_to_packed_batch(mine or idle) if self.sharding.pack_tokens else self._padded(mine or idle)
+            rows_to = rows_to_packed_batch if self.sharding.pack_tokens else self._padded
             most = max(num_scored(part[number]) for part in parts)
-            batches.append(self._to_device(replace(batch, num_scored=most)))
+            batches.append(self._to_device(replace(rows_to(mine or idle), num_scored=most)))
         return batches
+
+    def batch(self, rows: list[Row]) -> Batch:
+        """All of `rows` on this device, for what every rank computes alike."""
+        return self._to_device(self._padded(rows))
 
     def _padded(self, rows: list[Row]) -> Batch:
         return rows_to_batch(rows, self.chat.pad_id)

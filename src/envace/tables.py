@@ -13,17 +13,14 @@ numbers are there.
 from __future__ import annotations
 
 import argparse
-import logging
 from pathlib import Path
 
-from envace.console import add_options, command
+from envace.console import add_options, command, conclude
 from envace.report.paper_figures import draw_all
 from envace.report.render import Table, latex, markdown
 from envace.report.results import read_results
 from envace.report.tables import tables
 from envace.types import UserError
-
-logger = logging.getLogger("envace")
 
 SUBJECT = "EnvACE (arXiv 2608.06197): published numbers and our own runs"
 FIGURES = {
@@ -71,7 +68,7 @@ def write(runs: list[Path], names: dict[Path, str], out: Path) -> None:
         draw_all(results, out)
     except OSError as error:
         raise UserError(f"cannot write {error.filename or out}: {error.strerror or error}") from error
-    logger.info("%d results: %s, %s and figures 3 to 6", len(results), out / "tables.md", out / "tables.tex")
+    conclude({f"{len(results)} results": f"{out / 'tables.md'}, {out / 'tables.tex'} and figures 3 to 6"})
 
 
 def in_markdown(made: list[Table]) -> str:

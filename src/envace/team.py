@@ -12,13 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from envace.batching import Row
 from envace.generation import CachedGenerator
 from envace.policy import Policy
 from envace.settings import Config, SamplingConfig
-from envace.types import Completion, Request, Role
+from envace.types import Completion, Request, Role, Trajectory
 
 ONLY = {"act": {"act": 1.0, "rehearse": 0.0}, "rehearse": {"act": 0.0, "rehearse": 1.0}}
 
@@ -80,6 +84,28 @@ class Team:
                     how = self.own_sampling.get(role, sampling)
                     generators[policy] = stack.enter_context(policy.generating(how))
             yield Writers({role: generators[policy] for role, policy in self.writers.items()})
+
+    @torch.no_grad()
+    def output_logprobs(self, trajectories: list[Trajectory], temperature: float) -> list[list[float]]:
+        """Of each output the log-probabilities of its tokens under the weights as they are now, [] if no player is
+        trained on it; in the order of `for t in trajectories for output in t.outputs()`. All ranks call it alike.
+        """
+        found: dict[int, list[float]] = {}
+        for player in self.players:
+            trained = {role for role in (Role.ACT, Role.REHEARSE) if player.role_weights[role.name.lower()]}
+            for sequence in (s for t in trajectories for s in t.sequences):
+                weights = [float(role in trained) for role in sequence.role_ids]
+                if not any(weights):
+                    continue
+                # One at a time needs the least memory, and they are few.
+                batch = player.policy.batch([Row(sequence.ids, sequence.role_ids, weights, [0.0] * len(sequence))])
+                logprobs, _ = player.policy.logprobs(batch, temperature, with_entropy=False)
+                values = iter(logprobs[0].tolist())
+                for segment in sequence.segments:
+                    of_segment = list(islice(values, len(segment.ids)))
+                    if segment.role in trained:
+                        found[id(segment)] = of_segment
+        return [found.get(id(output), []) for t in trajectories for output in t.outputs()]
 
     def save(self, folder: Path) -> None:
         """Write the first player's model to `folder` and a further one's beside it: rl, rl_rehearse. All ranks."""

@@ -29,15 +29,15 @@ from tqdm import tqdm
 from envace.board import Board
 from envace.config import save_config, settings_of, versions
 from envace.console import one_line, progress
-from envace.failures import not_written
+from envace.failures import failed
 from envace.settings import Config
-from envace.types import Role, Trajectory, UserError
+from envace.types import Role, Trajectory, UserError, first_line
 
 logger = logging.getLogger("envace")
 
 
 class TrackingError(UserError):
-    """A file of the run cannot be written; the message names it and says why."""
+    """A file of the run cannot be written, or is damaged; the message names it and says why."""
 
 
 class Tracker:
@@ -100,18 +100,31 @@ class Tracker:
         trajectories: list[Trajectory],
         limit: int | None = None,
         advantages: Tensor | None = None,
+        updated_logprobs: list[list[float]] | None = None,
+        executions: list[int] | None = None,
     ) -> None:
         """Append trajectories, only the first `limit` if given. split: such as "train" or "eval-real".
 
-        advantages: (N,), one entry for each output in the order of `for t in trajectories for output in t.outputs()`.
         The first `record_tokens` have every token of the policy with its logprob.
+        advantages: (N,), one entry for each output in the order of `for t in trajectories for output in t.outputs()`.
+        updated_logprobs: of those that have tokens, in the same order; see `Team.output_logprobs`.
+        executions: for each trajectory; a private rehearsal and the execution that it prepared have the same number.
         """
         if not self.enabled:
             return
         where = {"stage": self.name, "step": step, "split": split}
         remaining = None if advantages is None else iter(advantages.tolist())
+        updated = None if updated_logprobs is None else iter(updated_logprobs)
         records = [
-            where | trajectory_record(t, self.decode, advantages=remaining, with_tokens=number < self.record_tokens)
+            where
+            | ({} if executions is None else {"execution": executions[number]})
+            | trajectory_record(
+                t,
+                self.decode,
+                advantages=remaining,
+                updated_logprobs=updated,
+                with_tokens=number < self.record_tokens,
+            )
             for number, t in enumerate(trajectories[:limit])
         ]
         self._append("trajectories.jsonl", records)
@@ -149,14 +162,17 @@ class Tracker:
         removed = 0
         for file in (self.run_dir / "metrics.jsonl", self.run_dir / "trajectories.jsonl"):
             if file.exists():
-                lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+                lines = file.read_bytes().splitlines(keepends=True)
                 # A run that was killed may have left half a line.
-                whole = [line for line in lines if line.endswith("}\n")]
-                kept = [line for line in whole if self._stays(json.loads(line), first_step)]
+                kept = [
+                    line
+                    for number, line in enumerate(lines, 1)
+                    if line.endswith(b"}\n") and self._stays(line, first_step, f"{file}, line {number}")
+                ]
                 removed += len(lines) - len(kept)
                 # Beside it first: a kill in the middle must not cost the records.
                 rewritten = file.with_suffix(".partial")
-                rewritten.write_text("".join(kept), encoding="utf-8")
+                rewritten.write_bytes(b"".join(kept))
                 rewritten.replace(file)
         if removed:
             logger.info("%s: replaced %d records of an earlier run of stage %s", self.run_dir, removed, self.name)
@@ -168,8 +184,15 @@ class Tracker:
         seconds = (time.monotonic() - self._started) / (step + 1 - self.first_step) * left
         return [f"{tqdm.format_interval(seconds)} left"]
 
-    def _stays(self, record: dict[str, Any], first_step: int) -> bool:
-        return record["stage"] != self.name or record["step"] < first_step
+    def _stays(self, line: bytes, first_step: int, where: str) -> bool:
+        try:
+            record = json.loads(line)
+            return record["stage"] != self.name or record["step"] < first_step
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise TrackingError(
+                f"{where} is damaged ({type(error).__name__}: {first_line(error)}): repair or delete that line, or set "
+                "run_dir to another folder"
+            ) from error
 
     def _append(self, file: str, records: list[dict[str, Any]]) -> None:
         lines = [json.dumps(without_nan(record), allow_nan=False) + "\n" for record in records]
@@ -194,6 +217,7 @@ def trajectory_record(
     decode: Callable[[list[int]], str] | None = None,
     *,
     advantages: Iterator[float] | None = None,
+    updated_logprobs: Iterator[list[float]] | None = None,
     with_tokens: bool = False,
 ) -> dict[str, Any]:
     """A trajectory as JSON: how it was judged, and who wrote each segment on what evidence.
@@ -204,6 +228,7 @@ def trajectory_record(
     advantage: of an output; taken from `advantages`, which is at the first output of this trajectory.
     token_texts, logprobs: of each token of an output, at sampling, if `with_tokens`. Tokens are decoded one by one, so
     a character of several tokens shows as replacement characters there; `text` has it whole.
+    updated_logprobs: the same tokens under the weights behind the update, if given.
     """
     segments = []
     for number, sequence in enumerate(trajectory.sequences):
@@ -218,11 +243,17 @@ def trajectory_record(
             }
             if decode is not None:
                 record["text"] = decode(segment.ids)
-            if advantages is not None and segment.role is not Role.CONTEXT:
-                record["advantage"] = next(advantages)
+            updated = []
+            if segment.role is not Role.CONTEXT:
+                if advantages is not None:
+                    record["advantage"] = next(advantages)
+                if updated_logprobs is not None and with_tokens:
+                    updated = next(updated_logprobs)
             if with_tokens and decode is not None and segment.logprobs is not None:
                 record["token_texts"] = [decode([token]) for token in segment.ids]
                 record["logprobs"] = [round(logprob, 4) for logprob in segment.logprobs]
+                if updated:
+                    record["updated_logprobs"] = [round(logprob, 4) for logprob in updated]
             segments.append(record)
     return {
         "task": trajectory.task.id,
@@ -255,4 +286,4 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise TrackingError(not_written(error, path)) from error
+        raise TrackingError(failed(error, "cannot write", path)) from error

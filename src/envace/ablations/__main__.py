@@ -18,7 +18,7 @@ from multiprocessing import active_children
 
 from envace.ablations.runs import ROOTS, Run, WarmUp, is_done, plan, recorded, with_warm_ups
 from envace.ablations.workers import do, workers
-from envace.console import add_options, command
+from envace.console import add_options, command, conclude
 from envace.interrupts import sigterm_interrupts
 from envace.records import read_record
 from envace.report.ablations import MOST_SEEDS, write_report
@@ -71,7 +71,7 @@ def carry_out(runs: list[Run], quick: bool, pool: Executor, jobs: int) -> None:
             worker.terminate()
         raise
     report(quick)
-    logger.info("report: %s, %s and %s", root / "results.json", root / "table.md", root / "figure.png")
+    conclude({"report": f"{root / 'results.json'}, {root / 'table.md'} and {root / 'figure.png'}"})
 
 
 def finish(future: Future[str], work: Run | WarmUp) -> str:

@@ -202,6 +202,7 @@ class Connection:
     def __init__(self, portal: BlockingPortal, transport: Callable[[TextIO], Any], name: str, timeout: float):
         self.holder: Callable[[], McpSession | None] = lambda: None
         self.is_used = False
+        self._has_warned = False
         self._name = name
         self._portal = portal
         self._timeout = timeout
@@ -240,8 +241,9 @@ class Connection:
         self._log.close()
 
     async def _note(self, message: Any) -> None:
-        """Called with what the server sends unasked, and with what could not be read."""
-        if isinstance(message, Exception):
+        """Called with what the server sends unasked, and with what could not be read; the first such line is told."""
+        if isinstance(message, Exception) and not self._has_warned:
+            self._has_warned = True
             logger.warning("%s prints what is no message: its standard output is for MCP only", self._name)
 
     def _fault(self, what: str, error: BaseException) -> ServiceFault:

@@ -94,17 +94,23 @@ class PythonSession:
             value = function(*receiver, **copy.deepcopy(call.arguments))
         except ToolError as error:
             return {"error": str(error)}
-        except Exception as error:  # of any kind: the function is not ours
+        except (Exception, SystemExit) as error:  # of any kind: the function is not ours
             raise ServiceFault(f"tool {call.name} raised {type(error).__name__}: {first_line(error)}") from error
-        try:
-            text = json.dumps(value, allow_nan=False, ensure_ascii=False)
-            text.encode()  # a lone surrogate is no text that a tokenizer takes
-            return as_response(json.loads(text))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ServiceFault(f"tool {call.name} returned what is no JSON: {first_line(error)}") from error
+        return as_response(_as_json(value, f"tool {call.name} returned what"))
 
     def state(self) -> Any:
-        return vars(self._state)
+        """The attributes of the state; a state without any, such as a dict, itself. Raises ServiceFault if no JSON."""
+        state = vars(self._state) if hasattr(self._state, "__dict__") else self._state
+        return _as_json(state, "the state of the environment")
+
+
+def _as_json(value: Any, what: str) -> Any:
+    try:
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+        text.encode()  # a lone surrogate is no text that a tokenizer takes
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ServiceFault(f"{what} is no JSON: {first_line(error)}") from error
 
 
 def as_response(value: Any) -> Any:

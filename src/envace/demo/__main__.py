@@ -88,7 +88,8 @@ def carry_out(seeds: int, overrides: list[str]) -> dict[str, str]:
         "trajectories": str(last / "trajectories.jsonl"),
         "TensorBoard": f"tensorboard --logdir {root}",
         "config": str(last / "rl.config.yaml"),
-        "next": 'change src/envace/advantages.py, say, then make demo ARGS="run_dir=runs/changed"',
+        "next": 'change src/envace/advantages.py, say, then make demo ARGS="run_dir=runs/changed" and make report '
+        f'RUNS="{last} runs/changed/{last.relative_to(root)}" OUT=compare.html',
     }
 
 

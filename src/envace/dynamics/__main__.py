@@ -17,7 +17,7 @@ from typing import Any
 
 import evaluate
 from envace.checkpoints import exports
-from envace.console import run
+from envace.console import conclude, run
 from envace.data import ExecutableSource, open_source
 from envace.report.dynamics import draw
 from envace.settings import Config
@@ -47,7 +47,7 @@ def main(config: Config) -> dict[str, Any]:
     text = json.dumps(without_nan(report), indent=2, ensure_ascii=False)
     (run_dir / "dynamics.json").write_text(text + "\n", encoding="utf-8")
     draw(report, run_dir / "dynamics.png")
-    logger.info("report: %s and %s", run_dir / "dynamics.json", run_dir / "dynamics.png")
+    conclude({"report": f"{run_dir / 'dynamics.json'} and {run_dir / 'dynamics.png'}"})
     return report
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from envace.console import add_options, command
+from envace.console import add_options, command, conclude
 from envace.report.page.build import write_page
 from envace.report.page.runs import read_runs
 from envace.tracking import logger
@@ -32,12 +32,12 @@ def report(folders: list[Path], out: Path) -> None:
     runs = read_runs(folders)
     size = write_page(runs, out)
     count = sum(len(run.trajectories) for run in runs)
-    logger.info("%s: %d runs, %d trajectories, %.1f MB", out, len(runs), count, size / 1e6)
     if size > LARGE:
         logger.warning("the page is larger than %d MB and may open slowly: give fewer runs", LARGE // 1_000_000)
     for run in runs:
         for event in run.events:
             logger.warning("%s: %s", run.name, event)
+    conclude({"report": f"{out}: {len(runs)} runs, {count} trajectories, {size / 1e6:.1f} MB"})
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import evaluate
 import train_rl
 import train_sft
 from envace.config import load_config, settings_of
-from envace.console import add_options, command
+from envace.console import add_options, command, conclude
 from envace.records import is_done, read_record, write_record
 from envace.report.tts import write_report
 from envace.settings import Config
@@ -111,7 +111,7 @@ def sweep(rows: list[Row], tasks: int, samples: int, seed: int, *, quick: bool) 
             logger.info("%s: real success %.3f", row.name, found["together"]["real_success"])
         done.append(read_record(record))
         write_report(done, root, quick=quick)
-    logger.info("report: %s, %s and %s", root / "results.json", root / "table.md", root / "figure.png")
+    conclude({"report": f"{root / 'results.json'}, {root / 'table.md'} and {root / 'figure.png'}"})
 
 
 def train(base: Config, root: Path) -> None:

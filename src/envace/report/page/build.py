@@ -22,11 +22,14 @@ from envace.types import UserError
 CHUNK = 100
 STYLES = ("vendor/uplot.min.css", "page.css")
 SCRIPTS = ("vendor/uplot.min.js", "text.js", "data.js", "curves.js", "settings.js", "trajectory.js", "browser.js")
+LISTED = ("stage", "step", "split", "task", "kind", "status", "reward", "execution")
 TOOL_CALL = re.compile(r'<tool_call>\s*\{\s*"name":\s*"([^"\\]{1,100})"')
 
 
 def write_page(runs: list[Run], out: Path) -> int:
     """Returns the size in bytes. Beside the target first: an open page is never half a page. Raises UserError."""
+    if out.is_dir():
+        raise UserError(f"{out} is a folder: name a file, such as {out / 'report.html'}")
     data = page(runs).encode()
     partial = out.with_name(out.name + ".partial")
     try:
@@ -78,7 +81,7 @@ def index_entry(run: int, trajectory: dict[str, Any]) -> dict[str, Any]:
     turns = trajectory.get("user_turns") or [""]
     return {
         "run": run,
-        **{key: trajectory.get(key) for key in ("stage", "step", "split", "task", "kind", "status", "reward")},
+        **{key: trajectory.get(key) for key in LISTED},
         "tools": list(dict.fromkeys(TOOL_CALL.findall(written))),
         "bad": trajectory.get("status") == "parse_error"
         or any(s.get("finish_reason") == "parse_error" for s in trajectory.get("segments", [])),

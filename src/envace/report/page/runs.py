@@ -84,15 +84,27 @@ def is_of_a_step(record: Any) -> bool:
 def is_metrics(record: Any) -> bool:
     """Whether all of it are numbers, or the words that `without_nan` writes for some."""
     return is_of_a_step(record) and all(
-        isinstance(value, int | float) or value in NOT_FINITE for key, value in record.items() if key != "stage"
+        is_number(value) or value in NOT_FINITE for key, value in record.items() if key != "stage"
     )
+
+
+def is_number(value: Any) -> bool:
+    """One that a float can hold."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 def is_trajectory(record: Any) -> bool:
     segments = record.get("segments") if is_of_a_step(record) else None
-    return isinstance(segments, list) and all(
-        isinstance(segment, dict) and isinstance(segment.get("role"), str) and isinstance(segment.get("text", ""), str)
-        for segment in segments
+    turns = record.get("user_turns", []) if is_of_a_step(record) else None
+    return (
+        isinstance(segments, list)
+        and isinstance(turns, list)
+        and all(
+            isinstance(segment, dict)
+            and isinstance(segment.get("role"), str)
+            and isinstance(segment.get("text", ""), str)
+            for segment in segments
+        )
     )
 
 
@@ -109,7 +121,7 @@ def json_lines(file: Path, events: list[str], is_record: Callable[[Any], bool]) 
                 break
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 record = None
             if is_record(record):
                 yield record
@@ -121,10 +133,11 @@ def json_lines(file: Path, events: list[str], is_record: Callable[[Any], bool]) 
 
 
 def read_yaml(file: Path) -> Any:
-    """JSON is YAML. Raises UserError."""
+    """JSON is YAML. What JSON has no word for, such as a date, becomes text. Raises UserError."""
     try:
-        return yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeError) as error:
+        value = yaml.safe_load(file.read_text(encoding="utf-8"))
+        return json.loads(json.dumps(value, default=str))
+    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read ({first_line(error)}): restore or delete it") from error
 
 

@@ -5,7 +5,7 @@ const ROW = 46;
 const $ = (id) => document.getElementById(id);
 
 const Browser = {
-  found: [], chosen: -1, mode: "", beside: -1, number: 0,
+  found: [], chosen: -1, mode: "", beside: -1,
 
   start(runs, index) {
     this.runs = runs;
@@ -18,6 +18,11 @@ const Browser = {
     $("list").addEventListener("scroll", () => this.rows());
     new ResizeObserver(() => this.rows()).observe($("list"));
     this.filter();
+    readTexts(() => this.words() && this.filter());
+  },
+
+  words() {
+    return $("search").value.trim().toLowerCase();
   },
 
   values(entry, name) {
@@ -32,12 +37,9 @@ const Browser = {
     return el("label", {}, name, el("select", { id: `by-${name}` }, el("option", { value: "\u0000any" }, "any"), ...options));
   },
 
-  async filter() {
-    const number = ++this.number;
-    const words = $("search").value.trim().toLowerCase();
-    if (words) $("count").textContent = "searching …";
-    const all = words ? await searchTexts() : null;
-    if (number !== this.number) return; // typed on meanwhile
+  /** Searches what has been read so far; `readTexts` calls it again. */
+  filter() {
+    const words = this.words();
     const selects = ["run", "stage", "split", "status", "tool", "kind"].map((name) => [name, $(`by-${name}`).value]).filter(([, v]) => v !== "\u0000any");
     const ranges = ["reward", "step"].map((name) => [name, $(`${name}-low`).value, $(`${name}-high`).value]).filter(([, low, high]) => low || high);
     const within = (value, low, high) => typeof value === "number" && (!low || value >= Number(low)) && (!high || value <= Number(high));
@@ -47,12 +49,13 @@ const Browser = {
       if (bad && !entry.bad) return;
       if (!selects.every(([name, value]) => this.values(entry, name).includes(value))) return;
       if (!ranges.every(([name, low, high]) => within(entry[name], low, high))) return;
-      if (all && !all[i].includes(words)) return;
+      if (words && !texts[i]?.includes(words)) return;
       this.found.push(i);
     });
-    $("count").textContent = `${this.found.length.toLocaleString("en")} of ${this.index.length.toLocaleString("en")} trajectories`;
+    const isReading = words && texts.length < this.index.length;
+    $("count").textContent = `${this.found.length.toLocaleString("en")} of ${this.index.length.toLocaleString("en")} trajectories${isReading ? ", searching …" : ""}`;
     $("sizer").style.height = `${this.found.length * ROW}px`;
-    $("list").scrollTop = 0;
+    if (!isReading) $("list").scrollTop = 0;
     this.rows();
   },
 
@@ -72,26 +75,32 @@ const Browser = {
     $("sizer").replaceChildren(...rows);
   },
 
-  /** Others of the same task in the same run, stage and step, with where each one lies among those of its split. */
+  /** Others of the same task in the same run, stage and step, with where each one lies among those of its split; in
+   * front those that are of one execution with it, as its rehearsals are. */
   partners(i) {
     const of = this.index[i];
-    const same = (e) => ["run", "stage", "step", "task"].every((key) => e[key] === of[key]);
     const places = new Map();
     const all = this.index.flatMap((entry, at) => {
-      if (!same(entry)) return [];
+      const paired = of.execution !== null && entry.execution === of.execution;
+      if (!["run", "stage", "step"].every((key) => entry[key] === of[key]) || !(paired || entry.task === of.task)) return [];
       const place = (places.get(entry.split) ?? 0) + 1;
       places.set(entry.split, place);
-      return [{ at, split: entry.split, place }];
+      return [{ at, split: entry.split, paired, name: `${plain(entry.split)} ${place} of this task${paired ? ", same execution" : ""}` }];
     });
-    return all.filter(({ at }) => at !== i);
+    return all.filter(({ at }) => at !== i).sort((a, b) => b.paired - a.paired);
   },
 
   async choose(i, beside = -1) {
     this.chosen = i;
     this.beside = beside;
-    location.hash = `t=${i}${beside >= 0 ? "&beside=" + beside : ""}`;
+    this.keep();
     this.rows();
     await this.draw();
+  },
+
+  /** The address says what is chosen; Back leaves the page and does not go through every choice. */
+  keep() {
+    history.replaceState(null, "", `#t=${this.chosen}${this.beside >= 0 ? "&beside=" + this.beside : ""}`);
   },
 
   async draw() {
@@ -102,17 +111,17 @@ const Browser = {
     const order = shown[0].split === "committed" || shown[0].split === "eval-real" ? [...shown].reverse() : shown;
     const partners = this.partners(i);
     const select = el("select", { id: "beside", onchange: (event) => this.choose(i, Number(event.target.value)) },
-      el("option", { value: -1 }, "nothing"), ...partners.map((p) => el("option", { value: p.at, selected: p.at === beside }, `${plain(p.split)} ${p.place} of this task`)));
-    const logprobs = el("button", { id: "logprobs", "aria-pressed": String(this.mode === "logprobs"), onclick: () => this.shade() }, "logprobs");
+      el("option", { value: -1 }, "nothing"), ...partners.map((p) => el("option", { value: p.at, selected: p.at === beside }, p.name)));
+    const shades = ["logprobs", "ratio"].map((mode) => el("button", { id: mode, "aria-pressed": String(this.mode === mode), onclick: () => this.shade(mode) }, mode));
     const bar = el("div", { class: "bar detail-bar" }, el("button", { onclick: () => this.move(-1) }, "← previous"), el("button", { onclick: () => this.move(1) }, "next →"),
-      logprobs, el("label", {}, "side by side with ", select));
+      ...shades, el("label", {}, "side by side with ", select));
     const columns = el("div", { class: order.length > 1 ? "columns two" : "columns" }, ...order.map((t) => trajectoryView(t, this.mode)));
     $("detail").replaceChildren(bar, columns);
     $("detail").scrollTop = 0;
   },
 
-  shade() {
-    this.mode = this.mode ? "" : "logprobs";
+  shade(mode) {
+    this.mode = this.mode === mode ? "" : mode;
     this.draw();
   },
 
@@ -144,8 +153,8 @@ function openTab(name) {
   }
   if (name === "browser") {
     Browser.rows();
-    requestIdleCallback(() => searchTexts()); // ready by the time that somebody has typed
     if (Browser.chosen < 0) Browser.move(1);
+    else Browser.keep();
   } else history.replaceState(null, "", `#${name}`);
 }
 
@@ -160,7 +169,8 @@ function isDark() {
 
 const KEYS = {
   1: () => openTab("curves"), 2: () => openTab("settings"), 3: () => openTab("browser"),
-  j: () => Browser.move(1), k: () => Browser.move(-1), c: () => Browser.compare(), p: () => Browser.shade(),
+  j: () => Browser.move(1), k: () => Browser.move(-1), c: () => Browser.compare(),
+  p: () => Browser.shade("logprobs"), r: () => Browser.shade("ratio"),
   "/": () => { openTab("browser"); $("search").focus(); },
   "?": () => $("help").showModal(), t: () => setTheme(isDark() ? "light" : "dark"),
 };
@@ -171,7 +181,7 @@ function onKey(event) {
   if (event.key === "Escape") event.target.blur();
   else if (!typing && KEYS[event.key]) {
     event.preventDefault();
-    if ("jkcp".includes(event.key) && $("browser").hidden) openTab("browser");
+    if ("jkcpr".includes(event.key) && $("browser").hidden) openTab("browser");
     else KEYS[event.key]();
   }
 }
@@ -192,6 +202,7 @@ function fromHash() {
   $("theme").addEventListener("click", KEYS.t);
   $("keys").addEventListener("click", KEYS["?"]);
   document.addEventListener("keydown", onKey);
+  addEventListener("hashchange", fromHash);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => Curves.draw());
   Curves.start(runs);
   Settings.start(runs);

@@ -19,20 +19,17 @@ async function trajectoryAt(position) {
   return (await chunk(Math.floor(position / CHUNK)))[position % CHUNK];
 }
 
-let texts = null;
+const whenIdle = globalThis.requestIdleCallback ?? ((call) => setTimeout(call)); // Safari has none
+const texts = []; // of the trajectories so far all that can be searched, in lower case
 
-/** Of every trajectory all that can be searched, in lower case. Made once, when it is first asked for. */
-function searchTexts() {
-  texts ??= (async () => {
-    const all = [];
-    for (let number = 0; document.getElementById(`chunk${number}`); number++) {
-      for (const t of await chunk(number)) {
-        const parts = [t.task, t.kind, t.group_id, t.reason, ...(t.user_turns ?? [])];
-        all.push([...parts, ...(t.segments ?? []).map((s) => s.text ?? "")].join("\n").toLowerCase());
-      }
-      await new Promise((resolve) => setTimeout(resolve)); // the page stays alive in between
+/** Fills `texts`, a chunk whenever the page is idle; `onMore` is called behind each. */
+async function readTexts(onMore) {
+  for (let number = 0; document.getElementById(`chunk${number}`); number++) {
+    await new Promise((resolve) => whenIdle(resolve, { timeout: 50 }));
+    for (const t of await chunk(number)) {
+      const parts = [t.task, t.kind, t.group_id, t.reason, ...(t.user_turns ?? [])];
+      texts.push([...parts, ...(t.segments ?? []).map((s) => s.text ?? "")].join("\n").toLowerCase());
     }
-    return all;
-  })();
-  return texts;
+    onMore();
+  }
 }

@@ -4,8 +4,9 @@
 const LABELS = {
   "act/claimed": ["ACT", "claimed"],
   "rehearse/rehearsed": ["REHEARSE", "rehearsed"],
-  "context/observed": ["OBSERVED", "a real or recorded response"],
-  "context/simulated": ["SIMULATED", "another model's response"],
+  "context/observed": ["OBSERVED", "a real response"],
+  "context/recorded": ["RECORDED", "a real response of the reference dialogue"],
+  "context/simulated": ["SIMULATED", "another model's or a constant response"],
   "context/rehearsed": ["MEMORY", "rehearsed beforehand"],
   "context/given": ["GIVEN", "prompt and framing"],
   user: ["USER", "given"],
@@ -17,7 +18,8 @@ function parts(trajectory) {
   const turns = [...(trajectory.user_turns ?? [])];
   const found = [];
   for (const segment of trajectory.segments ?? []) {
-    const kind = `${segment.role}/${segment.evidence}`;
+    const isRecorded = segment.evidence === "observed" && segment.provenance?.source !== undefined;
+    const kind = `${segment.role}/${isRecorded ? "recorded" : segment.evidence}`;
     const [label, note] = LABELS[kind] ?? [segment.role.toUpperCase(), segment.evidence];
     let text = segment.text;
     if (kind === "context/given" && text !== undefined) {
@@ -35,7 +37,13 @@ function parts(trajectory) {
   return found;
 }
 
-/** mode: "" or "logprobs". */
+// What a shade tells, and what it is made of.
+const SHADES = {
+  logprobs: ["Darker is less likely: logprob at sampling.", "logprobs"],
+  ratio: ["Solid line: likelier by the update, dotted: less likely; darker is more. Ratio of the probability behind the update to that at sampling.", "updated_logprobs"],
+};
+
+/** mode: "" or a key of SHADES. */
 function trajectoryView(t, mode) {
   const view = el("div", { class: "trajectory" });
   const status = el("span", { class: `status ${t.status === "finished" ? "good" : "bad"}` }, plain(t.status));
@@ -48,9 +56,9 @@ function trajectoryView(t, mode) {
   for (const role of ["act", "rehearse"]) fact(`advantage ${role.toUpperCase()}`, advantageOf(t, role));
   if (t.reason) fact("reason", plain(t.reason));
   view.append(facts);
-  if (mode && !(t.segments ?? []).some((s) => s.logprobs))
-    view.append(el("p", { class: "note" }, "Logprobs of the tokens: not recorded for this trajectory (setting record_tokens)."));
-  else if (mode) view.append(el("p", { class: "note" }, "Darker is less likely: logprob at sampling. Point at a token for the number. Ratio: not recorded."));
+  if (mode && !(t.segments ?? []).some((s) => s[SHADES[mode][1]]))
+    view.append(el("p", { class: "note" }, `${mode === "ratio" ? "Ratio" : "Logprobs"} of the tokens: not recorded for this trajectory (setting record_tokens).`));
+  else if (mode) view.append(el("p", { class: "note" }, `${SHADES[mode][0]} Point at a token for the number.`));
   for (const part of parts(t)) view.append(segmentView(part, mode));
   for (const prediction of t.predictions ?? [])
     view.append(el("section", { class: "segment" }, el("h3", {}, el("span", { class: "pill" }, "PREDICTION"), " dry run of a risky call"), textBlock(JSON.stringify(prediction, null, 1))));
@@ -76,7 +84,7 @@ function segmentView({ kind, label, note, text, segment }, mode) {
   if (typeof segment.advantage === "number") facts.push(`advantage ${show(segment.advantage, 3)}`);
   for (const [key, value] of Object.entries(segment.provenance ?? {})) facts.push(`${plain(key)} ${plain(value)}`);
   head.append(el("small", {}, facts.join(" · ")));
-  const body = text === undefined ? el("p", { class: "note" }, "Text: not recorded.") : mode && segment.logprobs ? tokensView(segment) : textBlock(text);
+  const body = text === undefined ? el("p", { class: "note" }, "Text: not recorded.") : mode && segment[SHADES[mode][1]] ? tokensView(segment, mode) : textBlock(text);
   const section = el("section", { class: `segment kind-${name}` }, head);
   if (kind === "context/given" && text !== undefined && text.length > 200) {
     const fold = el("details", {}, el("summary", {}, plain(text.trim().slice(0, 90)) + " …"));
@@ -91,12 +99,22 @@ function segmentView({ kind, label, note, text, segment }, mode) {
 
 const MOST_TOKENS = 4000; // shaded at once
 
-function tokensView(segment) {
+/** How a token is shaded, and the number behind it: [class, title]. */
+function shadeOf(segment, i, mode) {
+  const value = Number(segment.logprobs[i]);
+  if (mode === "logprobs") return [`level${levelOf(-value * 2)}`, `logprob ${show(value)}, p ${show(Math.exp(value), 3)}`];
+  const change = Number(segment.updated_logprobs[i]) - value;
+  const level = levelOf(Math.abs(change) * 20); // the darkest from 25 % on
+  return [`level${level}${level ? (change > 0 ? " up" : " down") : ""}`, `ratio ${show(Math.exp(change))}, logprob ${show(value)} before`];
+}
+
+const levelOf = (amount) => (Number.isFinite(amount) ? Math.min(5, Math.floor(amount)) : 5);
+
+function tokensView(segment, mode) {
   const body = el("pre", { class: "tokens", dir: "ltr" });
-  segment.logprobs.slice(0, MOST_TOKENS).forEach((logprob, i) => {
-    const value = Number(logprob);
-    const level = Math.min(5, Math.floor(-value * 2));
-    const token = el("span", { class: `token level${Number.isFinite(level) ? level : 5}`, title: `logprob ${show(value)}, p ${show(Math.exp(value), 3)}` });
+  segment.logprobs.slice(0, MOST_TOKENS).forEach((_, i) => {
+    const [shade, title] = shadeOf(segment, i, mode);
+    const token = el("span", { class: `token ${shade}`, title });
     appendVisible(token, segment.token_texts[i]);
     body.append(token);
   });
