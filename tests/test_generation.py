@@ -16,6 +16,7 @@ from envace.types import Evidence, Request, Role, Segment, Sequence
 
 VOCAB, PAD = 400, 0
 GREEDY = SamplingConfig(temperature=0)
+CLOSE_ALWAYS = -10_000  # as the room that the holes of a cache may take
 HOSTILE = {
     "do_sample": True,
     "top_k": 1,
@@ -209,6 +210,43 @@ def test_asking_twice_without_appending_is_refused(tiny_model):
     ask(generator, sequence)
     with pytest.raises(ValueError, match="nothing was appended"):
         ask(generator, sequence)
+
+
+# Holes
+
+
+def test_closing_holes_at_every_turn_gives_the_ids_of_clean_greedy_decoding(tiny_model, monkeypatch):
+    monkeypatch.setattr("envace.generation.ROOM", CLOSE_ALWAYS)
+    model = tiny_model(VOCAB, seed=1)
+    pairs = [pair for seed in range(2) for pair in ragged_episodes(model, seed)]
+    assert len(pairs) > 40 and all(sampled == clean for sampled, clean in pairs)
+
+
+def test_closing_them_in_the_ids_alone_would_change_what_is_sampled(tiny_model, monkeypatch):
+    monkeypatch.setattr("envace.generation.ROOM", CLOSE_ALWAYS)
+    cut = "envace.kv_cache.RoomyCache.keep_columns"
+    monkeypatch.setattr(cut, lambda cache, columns: cache.crop(columns.shape[1] - int(cache.get_seq_length())))
+    pairs = ragged_episodes(tiny_model(VOCAB, seed=1), 0)
+    assert sum(sampled != clean for sampled, clean in pairs) > len(pairs) / 4
+
+
+def test_a_stream_that_others_wait_for_does_not_make_the_cache_much_longer_than_itself(tiny_model, monkeypatch):
+    """Six streams, of which one is asked at a time: the others get a hole for all that the other one gets."""
+    room = 20
+    monkeypatch.setattr("envace.generation.ROOM", room)
+    model = tiny_model(VOCAB, seed=1)
+    generator = CachedGenerator(model, PAD, GREEDY)
+    streams = [stream(range(1, 6)) for _ in range(6)]
+    ask(generator, *streams, budget=2)
+    for turn in range(60):
+        sequence = streams[turn % 6]
+        sequence.segments.append(Segment(Role.CONTEXT, [7, 9], Evidence.GIVEN))
+        expected = clean_greedy(model, sequence.ids, (), 4)
+        assert ask(generator, sequence, budget=4)[0].ids == expected
+        [batch] = generator._batches
+        longest = max(map(len, streams))
+        assert longest <= batch.ids.shape[1] <= 2 * longest + room + 6
+    assert sum(map(len, streams)) > 2 * batch.ids.shape[1], "with its holes it would be as long as all together"
 
 
 # Where an output ends

@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicLayer
 
 from envace import generation
 from envace.generation import CachedGenerator
-from envace.kv_cache import ROOM, RoomyLayer, roomy_cache
+from envace.kv_cache import ROOM, RoomyCache, RoomyLayer
 from envace.settings import SamplingConfig
 from envace.types import Evidence, Request, Role, Segment, Sequence
 
@@ -18,13 +18,23 @@ def states(rows, tokens):
     return torch.randn(rows, 2, tokens, 4), torch.randn(rows, 2, tokens, 4)
 
 
+def some_columns(rows, held):
+    """(rows, W): other ones in each row."""
+    width = max(3, held - 3)
+    return torch.stack([torch.randperm(held)[:width].sort().values for _ in range(rows)])
+
+
+def plain_columns(values, columns):
+    return torch.stack([row[:, kept] for row, kept in zip(values, columns, strict=True)])
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_it_holds_what_the_plain_layer_holds(seed):
     torch.manual_seed(seed)
     dice = random.Random(seed)
     ours, plain, rows = RoomyLayer(), DynamicLayer(), 3
     for _ in range(60):
-        what = dice.choice(["token", "token", "token", "block", "crop", "select", "repeat"])
+        what = dice.choice(["token", "token", "token", "block", "crop", "select", "repeat", "columns"])
         if what in ("token", "block") or ours.get_seq_length() < 3:
             new = states(rows, 1 if what == "token" else dice.randint(2, ROOM + 10))
             for a, b in zip(ours.update(*new), plain.update(*new), strict=True):
@@ -37,6 +47,10 @@ def test_it_holds_what_the_plain_layer_holds(seed):
             rows = len(kept)
             for layer in (ours, plain):
                 layer.batch_select_indices(torch.tensor(kept))
+        elif what == "columns":
+            columns = some_columns(rows, plain.get_seq_length())
+            ours.keep_columns(columns)
+            plain.keys, plain.values = plain_columns(plain.keys, columns), plain_columns(plain.values, columns)
         elif rows < 4:
             rows *= 2
             for layer in (ours, plain):
@@ -83,6 +97,6 @@ def test_rollouts_are_the_same_bit_for_bit(tiny_model, monkeypatch):
         return written
 
     ours = roll_out()
-    monkeypatch.setattr(generation, "roomy_cache", lambda config: DynamicCache(config=config))
+    monkeypatch.setattr(generation, "RoomyCache", lambda config: DynamicCache(config=config))
     assert ours == roll_out()
-    assert len(roomy_cache(model.config).layers) == model.config.num_hidden_layers
+    assert len(RoomyCache(model.config).layers) == model.config.num_hidden_layers

@@ -5,7 +5,8 @@ import shutil
 
 import pytest
 import torch
-from test_generation import GREEDY, PAD, VOCAB, ask, ragged_episodes, stream
+from test_generation import CLOSE_ALWAYS, GREEDY, PAD, VOCAB, ask, ragged_episodes, stream
+from test_kv_cache import plain_columns, some_columns
 from transformers.cache_utils import DynamicLayer
 
 from envace.attention import SDPA
@@ -24,7 +25,7 @@ def test_a_fixed_layer_holds_what_the_plain_one_holds(seed):
     ours, plain, rows = FixedLayer(), DynamicLayer(), 3
     lengths = set()
     for _ in range(40):
-        what = dice.choice(["token", "token", "block", "crop", "select"])
+        what = dice.choice(["token", "token", "block", "crop", "select", "columns"])
         if what in ("token", "block") or plain.get_seq_length() < 3:
             tokens = 1 if what == "token" else dice.randint(2, 200)
             new = torch.randn(rows, 2, tokens, 4), torch.randn(rows, 2, tokens, 4)
@@ -34,6 +35,10 @@ def test_a_fixed_layer_holds_what_the_plain_one_holds(seed):
         elif what == "crop":
             ours.crop(-2)
             plain.crop(-2)
+        elif what == "columns":
+            columns = some_columns(rows, plain.get_seq_length())
+            ours.keep_columns(columns)
+            plain.keys, plain.values = plain_columns(plain.keys, columns), plain_columns(plain.values, columns)
         else:
             kept = torch.tensor([dice.randrange(rows) for _ in range(dice.randint(1, 3))])
             rows = len(kept)
@@ -48,8 +53,9 @@ def test_a_fixed_layer_holds_what_the_plain_one_holds(seed):
 
 @compiles
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_greedy_outputs_are_those_of_clean_decoding(tiny_model, seed):
+@pytest.mark.parametrize(("seed", "room"), [(0, ROOM), (1, ROOM), (0, CLOSE_ALWAYS)])
+def test_greedy_outputs_are_those_of_clean_decoding(tiny_model, monkeypatch, seed, room):
+    monkeypatch.setattr("envace.generation.ROOM", room)
     model = tiny_model(VOCAB, attn_implementation=SDPA)
     pairs = ragged_episodes(model, seed, decode="static")
     assert len(pairs) > 15 and all(sampled == clean for sampled, clean in pairs)

@@ -6,7 +6,8 @@ values; only what was appended since is fed. Streams that started together stay 
     each appended block is LEFT-padded so that every row ends on a real token, the holes are masked 0, and `generate`
     gets full ids, full mask and the cache. Rows whose stream has closed are dropped from the batch.
 
-Holes never matter: positions count mask ones, and masked keys are not attended. Before the first output, what all
+Holes change nothing: positions count mask ones, and masked keys are not attended. They do cost attention and memory, so
+they are closed when they have become most of the cache. Before the first output, what all
 rows start with (system prompt, tools) is fed once, and then each distinct prompt once, however many rollouts it has.
 """
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from transformers import CompileConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation import StoppingCriteriaList
 
-from envace.kv_cache import FixedCache, roomy_cache
+from envace.kv_cache import ROOM, FixedCache, RoomyCache
 from envace.scoring import CACHE
 from envace.settings import SamplingConfig
 from envace.types import Completion, Evidence, Request, Role, Segment, Sequence
@@ -107,7 +108,7 @@ class _CachedBatch:
         self.synced = synced
         self.ids = torch.zeros((1, 0), dtype=torch.long, device=model.device)
         self.mask = torch.zeros_like(self.ids)
-        self.cache: Any = FixedCache(model.config) if self.is_static else roomy_cache(model.config)
+        self.cache: Any = FixedCache(model.config) if self.is_static else RoomyCache(model.config)
         self.fed = [0] * len(rows)
         if synced:
             self._select([0] * len(rows))
@@ -128,6 +129,7 @@ class _CachedBatch:
 
     def generate(self, requests: dict[Sequence, Request], sampling: SamplingConfig) -> dict[Sequence, Completion]:
         self._drop_closed_rows()
+        self._close_holes()
         self._append_new(requests)
         # An idle row (open, but nothing asked of it now) generates one token behind a pad token; both are masked out
         # afterwards. Attending to that pad token keeps `generate` from warning of right-padding.
@@ -178,6 +180,22 @@ class _CachedBatch:
             return
         self.rows, self.fed = [self.rows[i] for i in keep], [self.fed[i] for i in keep]
         self._select(keep)
+
+    def _close_holes(self) -> None:
+        """Move each row's tokens together, once the cache holds more than twice what the longest row needs.
+
+        Columns that are not in the cache yet (the last one, if it was sampled) stay as they are.
+        """
+        held = int(self.cache.get_seq_length())
+        mask = self.mask[:, :held]
+        longest = int(mask.sum(1).max()) if held else 0
+        if held <= 2 * longest + ROOM:
+            return
+        # A stable sort of the mask puts the holes in front and leaves the tokens in their order.
+        columns = mask.argsort(dim=1, stable=True)[:, held - longest :]
+        self.ids = torch.cat([self.ids.gather(1, columns), self.ids[:, held:]], 1)
+        self.mask = torch.cat([mask.gather(1, columns), self.mask[:, held:]], 1)
+        self.cache.keep_columns(columns)
 
     def _append_new(self, requests: dict[Sequence, Request]) -> None:
         blocks = [row.ids[self.fed[i] :] if row in requests else [] for i, row in enumerate(self.rows)]

@@ -37,12 +37,23 @@ class RoomyLayer(DynamicLayer):
         self.keys, self.values = keys[:, :, :total], values[:, :, :total]
         return self.keys, self.values
 
+    def keep_columns(self, columns: Tensor) -> None:
+        """columns: (B, W), of each row the W tokens that stay, in their order."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = _columns(self.keys, columns), _columns(self.values, columns)
 
-def roomy_cache(config: Any) -> DynamicCache:
+
+class RoomyCache(DynamicCache):
     """For models of full attention in every layer, without gradients."""
-    cache = DynamicCache(config=config)
-    cache.layers = [RoomyLayer() for _ in cache.layers]
-    return cache
+
+    def __init__(self, config: Any):
+        super().__init__(config=config)
+        self.roomy = [RoomyLayer() for _ in self.layers]
+        self.layers = [*self.roomy]
+
+    def keep_columns(self, columns: Tensor) -> None:
+        for layer in self.roomy:
+            layer.keep_columns(columns)
 
 
 class FixedLayer(StaticLayer):
@@ -68,6 +79,15 @@ class FixedLayer(StaticLayer):
         if self.keys is not None and self.values is not None:
             self._replace(self.keys[indices], self.values[indices])
 
+    def keep_columns(self, columns: Tensor) -> None:
+        """columns: (B, W), of each row the W tokens that stay, in their order. What is reserved becomes fitting."""
+        if self.keys is not None and self.values is not None:
+            kept = columns.shape[1]
+            self.max_cache_len = math.ceil(kept / ROOM) * ROOM
+            room = (0, 0, 0, self.max_cache_len - kept)
+            self._replace(F.pad(_columns(self.keys, columns), room), F.pad(_columns(self.values, columns), room))
+            self.cumulative_length.fill_(kept)
+
     def _replace(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
         self.batch_size = len(keys)
@@ -89,6 +109,15 @@ class FixedCache(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         for layer in self.fixed:
             layer.batch_select_indices(indices)
+
+    def keep_columns(self, columns: Tensor) -> None:
+        for layer in self.fixed:
+            layer.keep_columns(columns)
+
+
+def _columns(states: Tensor, columns: Tensor) -> Tensor:
+    _, heads, _, dim = states.shape
+    return states.gather(2, columns[:, None, :, None].expand(-1, heads, -1, dim))
 
 
 def _is_start_of(view: Tensor, buffer: Tensor) -> bool:
