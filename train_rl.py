@@ -91,54 +91,12 @@ def train(config: Config, services: Services, output: Path) -> None:
         checkpoints,
     ):
         for step in range(first, config.rl.steps):
-            started = time.perf_counter()
-            tasks = sampler.next(config.rl.prompts_per_step)
-
-            mine = policy.share_of(at_once * config.rl.group_size)
-            with tracker.phase(mine, f"step {step + 1}/{config.rl.steps} rollout") as bar:
-                trajectories, sampled_here = unfold(
-                    team,
-                    tasks,
-                    config,
-                    source,
-                    services,
-                    environment=config.rollout.environment,
-                    purpose="training",
-                    sampling=config.sampling,
-                    samples=config.rl.group_size,
-                    on_done=bar.update,
-                )
-            assign_rewards(trajectories, config.reward.name, config.rl.keep)
-            trajectories = policy.gather(trajectories)
-            service_metrics = services.end_step(policy.sum_over_ranks)
-            sampled_tokens = policy.sum_over_ranks(sampled_here)
-            rolled_out = time.perf_counter()
-
-            rewards, group_ids, role_ids, trajectory_ids = output_table(trajectories)
-            advantages = group_advantages(
-                rewards,
-                BASELINES[config.rl.baseline](group_ids, role_ids),
-                normalize_std=config.rl.normalize_std,
-                baseline_over=config.rl.baseline_over,
-                trajectory_ids=trajectory_ids,
+            trajectories, advantages, metrics = take_step(
+                team, sampler.next(at_once), config, source, services, step, tracker
             )
-            update_metrics: dict[str, float] = {}
-            for player in team.players:
-                update_metrics |= player.named(update(player, trajectories, advantages, step, config))
-            updated = time.perf_counter()
-
-            metrics = {
-                **rollout_metrics(trajectories),
-                **advantage_metrics(advantages, role_ids),
-                **update_metrics,
-                **service_metrics,
-                "rollout/sampled_tokens": sampled_tokens,
-                "time/rollout": rolled_out - started,
-                "time/update": updated - rolled_out,
-                "throughput/sampled_tokens_per_second": sampled_tokens / (rolled_out - started),
-                "throughput/trained_tokens_per_second": trained_tokens(trajectories, config) / (updated - rolled_out),
-            }
-            after = team.output_logprobs(trajectories[: config.record_tokens], config.sampling.temperature)
+            # What the update did to them costs a forward pass of each, so it is told where the policy is looked at.
+            recorded = trajectories[: config.record_tokens] if is_due(step, config) else []
+            after = team.output_logprobs(recorded, config.sampling.temperature) if recorded else None
             tracker.trajectories(step, "train", trajectories, advantages=advantages, updated_logprobs=after)
             lost = None
             if held_out and is_due(step, config):
@@ -159,10 +117,75 @@ def train(config: Config, services: Services, output: Path) -> None:
         team.save(output)
 
 
+def take_step(
+    team: Team,
+    tasks: list[Task],
+    config: Config,
+    source: Source,
+    services: Services,
+    step: int,
+    tracker: Tracker,
+) -> tuple[list[Trajectory], torch.Tensor, dict[str, float]]:
+    """(trajectories of all ranks, an advantage for each of their outputs, metrics) of one step of the algorithm."""
+    policy, rl, started = team.lead, config.rl, time.perf_counter()
+    mine = policy.share_of(len(tasks) * rl.group_size)
+    with tracker.phase(mine, f"step {step + 1}/{rl.steps} rollout") as bar:
+        trajectories, sampled_here = unfold(
+            team,
+            tasks,
+            config,
+            source,
+            services,
+            environment=config.rollout.environment,
+            purpose="training",
+            sampling=config.sampling,
+            samples=rl.group_size,
+            on_done=bar.update,
+        )
+    assign_rewards(trajectories, config.reward.name, rl.keep)
+    trajectories = policy.gather(trajectories)
+    service_metrics = services.end_step(policy.sum_over_ranks)
+    sampled_tokens = policy.sum_over_ranks(sampled_here)
+    rolled_out = time.perf_counter()
+
+    rewards, group_ids, role_ids, trajectory_ids = output_table(trajectories)
+    advantages = group_advantages(
+        rewards,
+        BASELINES[rl.baseline](group_ids, role_ids),
+        normalize_std=rl.normalize_std,
+        baseline_over=rl.baseline_over,
+        trajectory_ids=trajectory_ids,
+    )
+    updates = [update(player, trajectories, advantages, step, config) for player in team.players]
+    updated = time.perf_counter()
+
+    trained_tokens = sum(found["update/trained_tokens"] for found in updates)
+    metrics = rollout_metrics(trajectories) | advantage_metrics(advantages, role_ids, ~rewards.isnan())
+    for player, found in zip(team.players, updates, strict=True):
+        metrics |= player.named(found)
+    return (
+        trajectories,
+        advantages,
+        {
+            **metrics,
+            **service_metrics,
+            "rollout/sampled_tokens": sampled_tokens,
+            "time/rollout": rolled_out - started,
+            "time/update": updated - rolled_out,
+            "throughput/sampled_tokens_per_second": sampled_tokens / (rolled_out - started),
+            "throughput/trained_tokens_per_second": trained_tokens / (updated - rolled_out),
+        },
+    )
+
+
 def update(
     player: Player, trajectories: list[Trajectory], advantages: torch.Tensor, step: int, config: Config
 ) -> dict[str, float]:
-    """`updates_per_batch` optimizer steps of one player on one rollout batch."""
+    """`updates_per_batch` optimizer steps of one player on one rollout batch.
+
+    Returns means over these steps; of grad_norm the largest, of skipped how many, of lr the last.
+    update/trained_tokens: what their forward passes with gradients saw on all ranks, context included.
+    """
     policy, rl, temperature = player.policy, config.rl, config.sampling.temperature
     rows = rows_from_trajectories(
         trajectories,
@@ -173,7 +196,7 @@ def update(
     denominator = total_weight(rows)
     batches = policy.micro_batches(rows, rl.micro_batch_size)
     if not batches:
-        return {"loss/policy": 0.0, "loss/skipped_empty": 1.0}
+        return {"loss/policy": 0.0, "loss/skipped_empty": 1.0, "update/trained_tokens": 0.0}
     for batch in batches:
         if rl.kl_coef > 0:
             batch.ref_logprobs = policy.ref_logprobs(batch, temperature)
@@ -181,8 +204,9 @@ def update(
             with torch.no_grad():
                 batch.old_logprobs, _ = policy.logprobs(batch, temperature, with_entropy=False)
 
+    sums: dict[str, float] = {}
+    taken = []
     for number in range(rl.updates_per_batch):
-        sums: dict[str, float] = {}
         for batch in policy.accumulating(batches):
             logprobs, entropy = policy.logprobs(batch, temperature)
             loss, metrics = policy_loss(
@@ -206,21 +230,18 @@ def update(
             warmup=rl.warmup,
             schedule=rl.schedule,
         )
-        stepped = policy.step(lr)
-    reduced = {name: policy.sum_over_ranks(value) for name, value in sums.items()}
+        taken.append(policy.step(lr))
+    reduced = {name: policy.sum_over_ranks(value) / rl.updates_per_batch for name, value in sums.items()}
+    norms = torch.tensor([step_taken["grad_norm"] for step_taken in taken])
     return {
         "loss/policy": reduced.pop("loss"),
         **{f"loss/{name}": value / max(denominator, 1e-12) for name, value in reduced.items()},
         "loss/skipped_steps": float(policy.skipped_steps),
         "lr": lr,
-        **stepped,
+        "grad_norm": float(norms.max()),  # NaN if one of them is
+        "skipped": sum(step_taken["skipped"] for step_taken in taken),
+        "update/trained_tokens": float(rl.updates_per_batch * sum(map(len, rows))),
     }
-
-
-def trained_tokens(trajectories: list[Trajectory], config: Config) -> int:
-    """Tokens, context included, that the forward passes of the optimizer steps on this batch saw."""
-    known = [t for t in trajectories if t.reward is not None]
-    return config.rl.updates_per_batch * sum(len(sequence) for t in known for sequence in t.sequences)
 
 
 def add_metrics(

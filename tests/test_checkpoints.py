@@ -379,6 +379,40 @@ def test_a_model_of_another_width_is_refused_before_a_record_is_touched(base, tm
     assert contents(run_dir) == before
 
 
+def test_every_model_that_a_run_started_from_has_to_be_what_it_was(tmp_path):
+    """Files of one name in several folders are told apart, and an adapter's base counts."""
+    for name in ("policy", "rehearser", "simulator", "base", "adapter"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text(name)
+    (tmp_path / "adapter" / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": str(tmp_path / "base")})
+    )
+    deepspeed = shutil.copy(ROOT / "configs" / "deepspeed" / "zero3.json", tmp_path / "zero3.json")
+
+    def started_from():
+        config = configure(
+            *(tmp_path / "adapter", tmp_path / "run"),
+            *(f"model.rehearse_path={tmp_path / 'rehearser'}", f"simulator.path={tmp_path / 'simulator'}"),
+        )
+        config.policy.deepspeed = deepspeed
+        return Checkpoints(None, config, "rl", {})._start()
+
+    before = started_from()
+    assert len(before) == 5 and before == started_from()
+    files = {
+        "model.path/model.safetensors": "adapter/model.safetensors",
+        "base of model.path/model.safetensors": "base/model.safetensors",
+        "model.rehearse_path/model.safetensors": "rehearser/model.safetensors",
+        "simulator.path/model.safetensors": "simulator/model.safetensors",
+        "policy.deepspeed/zero3.json": "zero3.json",
+    }
+    for name, path in files.items():
+        content = (tmp_path / path).read_text()
+        (tmp_path / path).write_text("something else")
+        assert {key for key, _ in before.items() ^ started_from().items()} == {name}
+        (tmp_path / path).write_text(content)
+
+
 # Killed at the worst moment
 
 
@@ -1140,7 +1174,7 @@ def test_half_an_event_at_the_end_does_not_hide_what_comes_after(killed):
 
 
 def test_without_the_first_step_the_records_would_be_double(killed, monkeypatch):
-    monkeypatch.setattr(Tracker, "_stays", lambda tracker, record, first_step: True)
+    monkeypatch.setattr(Tracker, "_stays", lambda *_: True)
     with tracker(killed, first_step=3) as rl:
         for step in range(3, 9):
             rl.log(step, {"loss": 0.5})

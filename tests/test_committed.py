@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import evaluate
-from envace.committed import Runs, judged, rehearse_and_execute, results_of
+from envace.committed import Runs, judged, of_other_tasks, rehearse_and_execute, results_of
 from envace.config import load_config
 from envace.data import open_source
 from envace.demo.desk import READ_TOOLS
@@ -136,6 +136,34 @@ def test_the_control_gives_each_run_the_memory_of_another_task(model, monkeypatc
     assert all(mine != other for mine, other in zip(tasks, told, strict=True)) and Counter(tasks) == Counter(told)
 
 
+class Rank:
+    """One of several, between which `parts` lie."""
+
+    def __init__(self, rank, parts):
+        self.rank, self.parts = rank, parts
+
+    def gather(self, mine):
+        assert mine == self.parts[self.rank]
+        return [item for part in self.parts for item in part]
+
+    def share(self, items):
+        before = sum(map(len, self.parts[: self.rank]))
+        return items[before : before + len(self.parts[self.rank])]
+
+
+@pytest.mark.parametrize("cuts", [[], [2], [3], [1, 5], [0, 6]])
+def test_the_control_is_the_same_on_any_number_of_ranks(cuts):
+    memories = [f"{task}{run}" for task in "abc" for run in range(2)]
+    parts = [memories[start:end] for start, end in zip([0, *cuts], [*cuts, 6], strict=True)]
+    told = [memory for rank, part in enumerate(parts) for memory in of_other_tasks(part, 2, Rank(rank, parts))]
+    assert told == ["b0", "b1", "c0", "c1", "a0", "a1"]
+
+
+def test_with_one_task_there_is_no_other():
+    with pytest.raises(UserError, match=r"eval\.tasks"):
+        of_other_tasks(["a0", "a1"], 2, Rank(0, [["a0", "a1"]]))
+
+
 def test_who_rehearses(model, tmp_path):
     config = config_for(model)
     team = evaluation_team(config)
@@ -209,7 +237,7 @@ ERROR = {"error": "unknown_id"}
             (0, 0, 0),
         ),
         ([exchange("cancel_order", ERROR), exchange("cancel_order", {}, number=1)], (1, 1, 1)),
-        ([exchange("no_such_tool", {"error_tool_call": {}})], (1, 0, 1)),
+        ([exchange("no_such_tool", {"error_tool_call": {"code": 404}})], (1, 0, 1)),
         ([exchange("get_order", None), exchange("get_order", ["error"])], (0, 0, 0)),
     ],
 )

@@ -242,6 +242,12 @@ class TestImpossibleValues:
     def test_zero_is_possible_where_it_means_something(self, override):
         load_config(None, [MODEL, override])
 
+    def test_greedy_candidates_are_refused_as_they_would_all_be_one(self):
+        greedy = [MODEL, "rehearsal.mode=candidates", "eval.sampling.temperature=0"]
+        with pytest.raises(ConfigError, match=r"rehearsal\.mode.*eval\.sampling\.temperature > 0"):
+            load_config(None, [*greedy, "rehearsal.n=2"])
+        load_config(None, [*greedy, "rehearsal.n=1"])
+
     def test_a_config_made_in_code_can_be_checked_too(self):
         validate(Config())
         with pytest.raises(ConfigError, match=r"rl.group_size=1 \(default\)"):

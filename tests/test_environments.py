@@ -13,9 +13,9 @@ from envace.cm2.records import load_rl
 from envace.cm2.source import goal_of
 from envace.config import load_config
 from envace.demonstrations import demonstration
-from envace.environments import Real, Recorded, Rehearsed, SchemaCheck
+from envace.environments import Real, Recorded, Rehearsed, Remote, SchemaCheck, Simulated
 from envace.episodes import drive, episode
-from envace.evaluation import environment_factory, rehearsed
+from envace.evaluation import environment_factory, rehearsed, simulated
 from envace.metrics import rehearsal_fidelity
 from envace.prompts import execution_result, to_json, tool_call_block
 from envace.rewards import REWARDS
@@ -332,6 +332,19 @@ def test_the_settings_build_the_layers_that_they_name(view, reuse, check):
         built = built.inner
     assert found == [SchemaCheck] * check + [Recorded] * reuse, "a call is checked before it is looked up"
     assert (built.separate, built.grounded, built.model) == (view == "separate", False, "m")
+
+
+@pytest.mark.parametrize("kind", [Simulated, Remote])
+def test_a_model_in_the_place_of_rehearsal_stands_in_the_same_layers(kind):
+    class Services:
+        simulate = None if kind is Simulated else print
+
+    settings = config("separate", reuse_recorded=True, schema_check=True, grounding="earlier_recorded_calls")
+    built = simulated(settings, Services())
+    assert (type(built), type(built.inner), type(built.inner.inner)) == (SchemaCheck, Recorded, kind)
+    assert built.inner.inner.grounded
+    bare = simulated(config("separate"), Services())
+    assert type(bare) is kind and not bare.grounded
 
 
 @pytest.mark.parametrize("grounding", ["none", "earlier_recorded_calls"])

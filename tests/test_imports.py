@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "envace"
 FILES = sorted([*PACKAGE.rglob("*.py"), *ROOT.glob("*.py")])
 
-BASE = {"types", "settings", "rules", "config", "__init__"}
+BASE = {"types", "settings", "rules", "config", "model_folders", "__init__"}
 PURE = {"advantages", "losses", "batching", "checklist", "rewards", "metrics"}
 LAYERS = [
     BASE,

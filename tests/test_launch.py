@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from envace.config import load_config
+from envace.elastic import PORT_IN_USE
 from envace.launch import LaunchError, Machines, arguments, environment, processes_per_node
 
 ROOT = Path(__file__).parent.parent
@@ -127,6 +128,24 @@ class TestEnvironment:
         assert environment(settings(), 1, Machines()) == {}
         ranks = environment(settings(SHARDED), 1, Machines(port=1234))
         assert (ranks["RANK"], ranks["WORLD_SIZE"], ranks["MASTER_PORT"]) == ("0", "1", "1234")
+
+
+class TestPortInUse:
+    @pytest.mark.parametrize(
+        "message",
+        [
+            "Tried to launch distributed communication on port `29500`, but another process is utilizing it.",
+            "The server socket has failed to listen on any local network address. port: 29500, useIpv6: false, "
+            "code: -98, name: EADDRINUSE, message: address already in use",
+            "[Errno 98] Address already in use",
+        ],
+    )
+    def test_it_is_recognised(self, message):
+        assert PORT_IN_USE.search(message)
+
+    @pytest.mark.parametrize("message", ["the transport was closed", "not supported", "could not import NCCL"])
+    def test_other_words_are_not(self, message):
+        assert not PORT_IN_USE.search(message)
 
 
 @pytest.mark.slow

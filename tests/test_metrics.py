@@ -8,12 +8,14 @@ from statistics import fmean, quantiles
 import pytest
 import torch
 
+from envace.advantages import group_advantages
 from envace.demo.desk import CallCounter, Desk
 from envace.metrics import (
     advantage_metrics,
     bootstrap_ci,
     fidelity_shares,
     field_agreement,
+    is_error,
     rehearsal_fidelity,
     rollout_metrics,
 )
@@ -118,31 +120,67 @@ def test_only_a_finished_trajectory_did_nothing():
 
 
 def test_golden_numbers_of_advantages():
-    metrics = advantage_metrics(torch.tensor([1.0, -3.0, 0.5]), torch.tensor([1, 1, 2]))
+    advantages, role_ids = torch.tensor([1.0, -3.0, 0.5, 0.0, 2.0]), torch.tensor([1, 1, 2, 1, 1])
+    metrics = advantage_metrics(advantages, role_ids, torch.tensor([True, True, True, False, True]))
     assert metrics == pytest.approx(
         {
-            "advantage/act_count": 2,
-            "advantage/act_mean": -1.0,
-            "advantage/act_std": 2.0,
+            "advantage/act_count": 3,
+            "advantage/act_mean": 0.0,
+            "advantage/act_std": 7**0.5,
             "advantage/act_abs_max": 3.0,
             "advantage/rehearse_count": 1,
             "advantage/rehearse_mean": 0.5,
-            "advantage/rehearse_std": 0.0,
+            "advantage/rehearse_std": math.nan,
             "advantage/rehearse_abs_max": 0.5,
-        }
+        },
+        nan_ok=True,
     )
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_the_normalised_advantages_of_a_group_have_standard_deviation_one(seed):
+    rewards = torch.rand(6, generator=torch.Generator().manual_seed(seed))
+    rewards[seed] = math.nan
+    group = torch.zeros(6, dtype=torch.long)
+    advantages = group_advantages(rewards, group)
+    metrics = advantage_metrics(advantages, torch.ones(6, dtype=torch.long), ~rewards.isnan())
+    assert metrics["advantage/act_count"] == 5
+    assert metrics["advantage/act_mean"] == pytest.approx(0, abs=1e-6)
+    assert metrics["advantage/act_std"] == pytest.approx(1, abs=1e-4)
+
+
 def test_a_role_without_outputs_counts_zero_and_the_rest_is_nan():
-    metrics = advantage_metrics(torch.tensor([1.0]), torch.tensor([1]))
+    metrics = advantage_metrics(torch.tensor([1.0, 2.0]), torch.tensor([1, 1]), torch.tensor([True, True]))
     assert metrics.pop("advantage/rehearse_count") == 0
     assert {name for name, value in metrics.items() if math.isnan(value)} == {
         "advantage/rehearse_mean",
         "advantage/rehearse_std",
         "advantage/rehearse_abs_max",
     }
-    with pytest.raises(ValueError, match=r"advantages \(2,\), role_ids \(1,\)"):
-        advantage_metrics(torch.zeros(2), torch.zeros(1))
+    with pytest.raises(ValueError, match=r"must be \(N,\), not \(2,\), \(1,\), \(2,\)"):
+        advantage_metrics(torch.zeros(2), torch.zeros(1), torch.ones(2, dtype=torch.bool))
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("response", "is_one"),
+    [
+        ({"error": "no such order"}, True),
+        ({"Error_code": 404, "id": "A1"}, True),
+        ({"errors": ["late"]}, True),
+        ({"error": None, "id": "A1"}, False),
+        ({"error": "", "errors": []}, False),
+        ({"terror": "x"}, False),
+        ({}, False),
+        ("error", False),
+        (["error"], False),
+        (None, False),
+    ],
+)
+def test_an_error_is_a_field_that_says_so_and_holds_something(response, is_one):
+    assert is_error(response) is is_one
 
 
 # Fidelity

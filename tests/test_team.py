@@ -406,6 +406,16 @@ def test_logprobs_of_outputs_are_those_of_a_plain_forward_where_a_role_is_traine
         torch.testing.assert_close(found, values if trained else [], atol=1e-5, rtol=0)
 
 
+def test_each_of_two_policies_is_trained_by_the_weight_of_its_role(base, tmp_path):
+    variant = str(ROOT / "configs" / "ablations" / "per_role_policy.yaml")
+    weights = ["rl.role_weights.act=2", "rl.role_weights.rehearse=0.5"]
+    team = training_team(load_config(variant, [f"model.path={base}", f"run_dir={tmp_path}", *weights]))
+    assert [player.role_weights for player in team.players] == [
+        {"act": 2.0, "rehearse": 0.0},
+        {"act": 0.0, "rehearse": 0.5},
+    ]
+
+
 def test_of_two_policies_each_tells_of_its_own_role(base, tmp_path):
     variant = str(ROOT / "configs" / "ablations" / "per_role_policy.yaml")
     team = training_team(load_config(variant, [f"model.path={base}", f"run_dir={tmp_path}"]))

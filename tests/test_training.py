@@ -8,6 +8,7 @@ import math
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ import train_rl
 import train_sft
 from envace import data, rewards
 from envace.advantages import rolewise_advantages
-from envace.batching import output_table
+from envace.batching import output_table, rows_to_batch
 from envace.checkpoints import CheckpointError, exports
 from envace.config import load_config
 from envace.demo.demonstrations import Clerk, make_demonstrations
@@ -31,8 +32,8 @@ from envace.dynamics import __main__ as dynamics
 from envace.evaluation import unfold
 from envace.policy import Diverged, Policy, SaveError
 from envace.services import Services
-from envace.team import Team
-from envace.types import Role, ServiceFault, UserError
+from envace.team import Player, Team
+from envace.types import Evidence, Role, Segment, Sequence, ServiceFault, Task, Trajectory, UserError
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = [
@@ -199,7 +200,7 @@ PROMISED = [
     *(f"advantage/{role}_{what}" for role in ("act", "rehearse") for what in ("count", "mean", "std", "abs_max")),
     *(f"loss/{what}" for what in ("policy", "ratio_mean", "clip_fraction", "kl", "entropy", "skipped_steps")),
     *("lr", "grad_norm", "skipped", "time/rollout", "time/update"),
-    *("throughput/sampled_tokens_per_second", "throughput/trained_tokens_per_second"),
+    *("update/trained_tokens", "throughput/sampled_tokens_per_second", "throughput/trained_tokens_per_second"),
     *("env_calls/training", "eval/real_success", "eval/rehearsed_success", "eval/imagination_gap", "fidelity/round_0"),
 ]
 
@@ -293,6 +294,8 @@ def test_training_on_a_constant_response_is_never_rewarded_here(warm, tmp_path):
     trained = [record for record in lines(tmp_path / "trajectories.jsonl") if record["split"] == "train"]
     evidence = {segment["evidence"] for record in trained for segment in record["segments"]}
     assert evidence == {"given", "claimed", "simulated"}
+    updated = {r["step"] for r in trained for segment in r["segments"] if "updated_logprobs" in segment}
+    assert updated == {1}, "it costs a forward pass, so it is told only of steps that are evaluated"
 
 
 def test_in_view_separate_rehearsals_are_trained_in_chats_of_their_own(warm, tmp_path, mixed_rewards):
@@ -326,12 +329,56 @@ def test_of_two_updates_on_a_batch_only_the_first_is_on_policy(base, tmp_path, m
     assert first == pytest.approx(1, abs=1e-5)
     assert abs(second - 1) > 1e-3
     [record] = logged(tmp_path, "rl")
-    assert record["loss/ratio_mean"] == pytest.approx(second, abs=1e-5)
+    assert record["loss/ratio_mean"] == pytest.approx((first + second) / 2, abs=1e-5)
 
 
 def test_the_first_update_is_on_policy_at_any_temperature(base, tmp_path, monkeypatch, mixed_rewards):
     ratios = ratios_of_updates(base, tmp_path, monkeypatch, "rl.updates_per_batch=2", "sampling.temperature=0.7")
     assert ratios[0] == pytest.approx(1, abs=1e-5)
+
+
+class Stepping:
+    """A policy whose updates go as `norms` say."""
+
+    def __init__(self, norms):
+        self.norms, self.lrs, self.skipped_steps = iter(norms), [], 0
+
+    def step(self, lr):
+        self.lrs.append(lr)
+        norm = next(self.norms)
+        return {"grad_norm": norm, "skipped": float(not math.isfinite(norm))}
+
+    def micro_batches(self, rows, size):
+        return [rows_to_batch(rows, 0)]
+
+    def accumulating(self, batches):
+        return iter(batches)
+
+    def logprobs(self, batch, temperature, *, with_entropy=True):
+        return torch.zeros_like(batch.weights, requires_grad=True), torch.full_like(batch.weights, 2.0)
+
+    def backward(self, loss):
+        pass
+
+    def sum_over_ranks(self, value):
+        return value
+
+
+@pytest.mark.parametrize(
+    ("norms", "norm", "skipped"), [([1.0, 3.0, 2.0], 3.0, 0.0), ([1.0, math.nan, 2.0], math.nan, 1.0)]
+)
+def test_several_updates_on_a_batch_are_logged_as_one(norms, norm, skipped):
+    config = configure("x", "y", "rl.updates_per_batch=3", "rl.kl_coef=0")
+    segments = [Segment(Role.CONTEXT, [1, 2], Evidence.GIVEN), Segment(Role.ACT, [3, 4, 5], Evidence.CLAIMED)]
+    trajectory = Trajectory(Task("t", "", [], []), "t", sequences=[Sequence(segments)], reward=1.0)
+    unknown = replace(trajectory, reward=None)
+    policy = Stepping(norms)
+    player = Player(policy, {"act": 1.0, "rehearse": 1.0})
+    found = train_rl.update(player, [trajectory, unknown], torch.tensor([1.0, 0.0]), 0, config)
+    assert len(policy.lrs) == 3
+    assert found["grad_norm"] == pytest.approx(norm, nan_ok=True) and found["skipped"] == skipped
+    assert found["loss/entropy"] == pytest.approx(2) and found["loss/policy"] == pytest.approx(-1)
+    assert found["update/trained_tokens"] == 3 * 5, "of a trajectory whose reward is unknown nothing is trained"
 
 
 @pytest.mark.slow

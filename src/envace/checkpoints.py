@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from envace.config import default_settings, settings_of
+from envace.model_folders import base_of
 from envace.rules import ENDPOINT_SECTIONS
 from envace.settings import Config
 from envace.types import Interruption, UserError
@@ -119,9 +120,10 @@ class Checkpoints:
         self._check(folder, state)
         _check_files(folder)
         if self.policy.any_rank(self.policy.rank == 0 and state["start"] != self._start()):
+            differing = {name for name, _ in state["start"].items() ^ self._start().items()}
             raise CheckpointError(
-                f"{folder} belongs to a run that started from other files than {self.config.model.path} and "
-                f"{self.config.policy.deepspeed or 'no DeepSpeed JSON'} hold now: restore them, or begin a new run"
+                f"{folder} belongs to a run that started from other files ({', '.join(sorted(differing))}): "
+                "restore them, or begin a new run"
             )
         self.policy.load_state(folder)
         for name, item in self.stateful.items():
@@ -203,11 +205,21 @@ class Checkpoints:
         return self.root / f"step-{done:06d}"
 
     def _start(self) -> dict[str, str]:
-        """SHA-256 of the files that the run started from: reference weights and DeepSpeed's settings."""
+        """{setting/file: SHA-256} of what the run started from: weights of every model, DeepSpeed's settings."""
         if self._started_from is None:
-            files = sorted(Path(self.config.model.path).glob("*.safetensors"))
-            files += [Path(self.config.policy.deepspeed)] if self.config.policy.deepspeed else []
-            self._started_from = {path.name: _sha256(path) for path in files}
+            config = self.config
+            models = {
+                "model.path": config.model.path,
+                "model.rehearse_path": config.model.rehearse_path,
+                "simulator.path": config.simulator.path,
+            }
+            models |= {f"base of {name}": base_of(path) for name, path in models.items() if base_of(path) != path}
+            deepspeed = config.policy.deepspeed
+            files = {f"policy.deepspeed/{Path(deepspeed).name}": Path(deepspeed)} if deepspeed else {}
+            for name, folder in models.items():
+                weights = Path(folder).glob("*.safetensors") if folder else ()
+                files |= {f"{name}/{path.name}": path for path in sorted(weights)}
+            self._started_from = {name: _sha256(path) for name, path in files.items()}
         return self._started_from
 
     def _check_ranks(self, partial: Path) -> None:

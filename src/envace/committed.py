@@ -30,11 +30,12 @@ from envace.evaluation import (
     success_by_task,
 )
 from envace.metrics import execution_metrics
+from envace.policy import Policy
 from envace.rehearsal import Memory, Rehearsal, Rehearser
 from envace.services import Services
 from envace.settings import Config
 from envace.team import Team
-from envace.types import Role, Status, Task, Trajectory
+from envace.types import Role, Status, Task, Trajectory, UserError
 
 
 @dataclass
@@ -102,7 +103,7 @@ def rehearse_and_execute(
             memories = in_batches([(task,) for _, task in runs], rehearser.prepare, generate, batch_size=tasks_together)
         tokens["rehearsal"] = generate.sampled_tokens
         if config.rehearsal.shuffle:
-            memories = memories[config.eval.samples :] + memories[: config.eval.samples]
+            memories = of_other_tasks(memories, config.eval.samples, team.lead)
     seconds["rehearsal"] = time.perf_counter() - started
 
     # From here on, and not before, there is a real environment.
@@ -128,6 +129,17 @@ def rehearse_and_execute(
         {phase: policy.sum_over_ranks(count) for phase, count in tokens.items()},
         seconds,
     )
+
+
+def of_other_tasks(memories: list[Memory], samples: int, policy: Policy) -> list[Memory]:
+    """The memory of the next task for each run of this rank. `samples`: runs of a task, which are adjacent.
+
+    Raises UserError if there is no other task.
+    """
+    of_all = policy.gather(memories)
+    if len(of_all) <= samples:
+        raise UserError("rehearsal.shuffle gives each task the memory of another: evaluate two at least (eval.tasks)")
+    return policy.share(of_all[samples:] + of_all[:samples])
 
 
 def results_of(

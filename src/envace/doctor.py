@@ -8,7 +8,6 @@ anything fails. Nothing is trained; of the model only config and tokenizer are r
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -37,6 +36,7 @@ from envace.memory import (
     shape_of,
     table,
 )
+from envace.model_folders import base_of, is_adapter
 from envace.outage import EndpointError
 from envace.settings import Config, EndpointConfig, ModelConfig
 from envace.types import UserError, first_line
@@ -294,7 +294,7 @@ def inspect_model(config: ModelConfig) -> Model:
         return Model(problem=problem)
     options = {"trust_remote_code": config.trust_remote_code}
     try:
-        base = _base_of(config.path)
+        base = base_of(config.path)
         hf_config = AutoConfig.from_pretrained(base, **options)
         shape, eos_ids = shape_of(hf_config, **options), _eos_ids(base, hf_config)
     except (UserError, *LOAD_ERRORS) as error:
@@ -321,19 +321,13 @@ def folder_problem(path: str) -> str:
         # A hub name has at most one slash.
         is_hub_name = path.count("/") <= 1 and not path.startswith(("/", ".", "~"))
         return "" if is_hub_name else f"model.path={path} is missing: give an existing folder or a hub name"
-    if (folder / "adapter_config.json").exists():
+    if is_adapter(folder):
         return ""
     if not (folder / "config.json").exists():
         return f"model.path={path} has no config.json: give the folder of a Hugging Face model"
     if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
         return f"model.path={path} has no weights (*.safetensors): copy or download them there"
     return ""
-
-
-def _base_of(path: str) -> str:
-    """Where the config is: at `path`, or at the base model of the adapter there."""
-    adapter = Path(path) / "adapter_config.json"
-    return json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"] if adapter.exists() else path
 
 
 def _eos_ids(path: str, hf_config: Any) -> list[int]:

@@ -6,12 +6,15 @@ python -m envace.elastic --multi_gpu ... train_rl.py ...     (started by envace.
 from __future__ import annotations
 
 import logging
+import re
 import runpy
 import signal
 import sys
 from typing import Any
 
 LAUNCHER = "accelerate.commands.launch"
+# How libraries say it; "transport" and "not supported" are something else.
+PORT_IN_USE = re.compile(r"\bport\b|EADDRINUSE|address already in use", re.IGNORECASE)
 FAILED = "ChildFailedError"  # what torch's launcher raises, by its name: only envace.policy imports what knows ranks
 BY_SIGNAL = {
     signal.SIGKILL: "most likely the machine's memory ran out (`dmesg` says so); see docs/troubleshooting.md",
@@ -35,7 +38,7 @@ def main() -> None:
             causes = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
             rank, code = min(causes.items())
             sys.exit(code if code > 0 else f"error: {ended_by(rank, -code)}")
-        if "port" in str(error) and isinstance(error, ConnectionError | RuntimeError):
+        if PORT_IN_USE.search(str(error)) and isinstance(error, ConnectionError | RuntimeError):
             sys.exit("error: the port of the processes is in use: end what uses it, or take another with --main-port")
         raise
 

@@ -74,8 +74,7 @@ class Rehearsed:
     def respond(self, trajectory: Trajectory, call: ToolCall, chat: ChatFormat, limits: Limits) -> Steps[Observation]:
         stream = trajectory.sequences[0]
         if self.separate:
-            known = chain(*trajectory.task.recorded[: len(trajectory.answers)]) if self.grounded else ()
-            messages = rehearse_messages(trajectory.task.tools, trajectory.messages, call, known)
+            messages = rehearsing_chat(trajectory, call, grounded=self.grounded)
             sequence = Sequence([Segment(Role.CONTEXT, chat.prompt(messages), Evidence.GIVEN)])
             trajectory.sequences.append(sequence)
         else:
@@ -120,16 +119,20 @@ class Remote:
     """A model behind an endpoint plays the environment, in a chat of its own per call; what it writes is context.
 
     ask: a chat -> a Future of the response in it. None, as no readable one came, leaves the reward unknown.
+    grounded: the chat shows the recorded calls of earlier user turns.
     """
 
     answers_malformed_calls = False
 
-    def __init__(self, ask: Callable[[list[dict[str, Any]]], Future[str | None]], model: str):
+    def __init__(
+        self, ask: Callable[[list[dict[str, Any]]], Future[str | None]], model: str, *, grounded: bool = False
+    ):
         self.ask = ask
         self.model = model
+        self.grounded = grounded
 
     def respond(self, trajectory: Trajectory, call: ToolCall, chat: ChatFormat, limits: Limits) -> Steps[Observation]:
-        messages = rehearse_messages(trajectory.task.tools, trajectory.messages, call)
+        messages = rehearsing_chat(trajectory, call, grounded=self.grounded)
         pending = self.ask(messages)
         yield Wait(pending, is_last=False)
         try:
@@ -208,6 +211,12 @@ class SchemaCheck:
         if error is None:
             return (yield from self.inner.respond(trajectory, call, chat, limits))
         return feed_value(trajectory.sequences[0], error, Evidence.GIVEN, chat)
+
+
+def rehearsing_chat(trajectory: Trajectory, call: ToolCall, *, grounded: bool) -> list[dict[str, Any]]:
+    """grounded: it shows the recorded calls of earlier user turns."""
+    known = chain(*trajectory.task.recorded[: len(trajectory.answers)]) if grounded else ()
+    return rehearse_messages(trajectory.task.tools, trajectory.messages, call, known)
 
 
 def write_output(

@@ -67,11 +67,17 @@ def environment_factory(
 
 def rehearsed(config: Config, model: str) -> Environment:
     """The policy's own world for one episode, in the layers that the settings put around it."""
-    environment: Environment = Rehearsed(
-        separate=config.rollout.view == "separate",
-        grounded=config.rehearse.grounding == "earlier_recorded_calls",
-        model=model,
+    return layered(
+        Rehearsed(separate=config.rollout.view == "separate", grounded=is_grounded(config), model=model), config
     )
+
+
+def is_grounded(config: Config) -> bool:
+    return config.rehearse.grounding == "earlier_recorded_calls"
+
+
+def layered(environment: Environment, config: Config) -> Environment:
+    """What is in the reference dialogue is not imagined, and what breaks a tool's schema is not answered."""
     if config.rehearse.reuse_recorded:
         environment = Recorded(environment)
     return SchemaCheck(environment) if config.rehearse.schema_check else environment
@@ -85,10 +91,15 @@ def guarded(inner: Environment, config: Config, team: Team) -> Environment:
 
 
 def simulated(config: Config, services: Services) -> Environment:
-    """Another model as the world of one episode: behind an endpoint, or one that the team has loaded."""
+    """Another model as the world of one episode: behind an endpoint, or one that the team has loaded.
+
+    In the same layers as a rehearsal, so that what is compared is who imagines.
+    """
     if services.simulate is not None:
-        return Remote(services.simulate, config.simulator_endpoint.model)
-    return Simulated(separate=config.rollout.view == "separate", model=config.simulator.path)
+        remote = Remote(services.simulate, config.simulator_endpoint.model, grounded=is_grounded(config))
+        return layered(remote, config)
+    separate = config.rollout.view == "separate"
+    return layered(Simulated(separate=separate, grounded=is_grounded(config), model=config.simulator.path), config)
 
 
 def limits_of(config: Config) -> Limits:

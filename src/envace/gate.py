@@ -21,7 +21,7 @@ from envace.chat import ChatFormat
 from envace.claims import leaves
 from envace.environments import Environment, feed_value
 from envace.episodes import gather
-from envace.metrics import field_agreement
+from envace.metrics import errors_in, field_agreement
 from envace.prompts import not_executed_error
 from envace.rehearsal import fork
 from envace.rules import RISKS
@@ -162,7 +162,7 @@ def status_of(response: Any) -> CallStatus:
     object or array."""
     if not isinstance(response, dict):
         return CallStatus.SUCCESS if isinstance(response, list) else CallStatus.UNKNOWN
-    errors = [value for key, value in response.items() if key.lower().startswith("error") and value]
+    errors = errors_in(response)
     if not errors and not any(flag in response and response[flag] == value for flag, value in FLAGS.items()):
         return CallStatus.SUCCESS
     for part in (errors, response):

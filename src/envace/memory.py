@@ -17,9 +17,9 @@ and, of what comes and goes, the larger of two phases:
                  gathers on the way
 
 "Longest" is what the limits of `rollout` allow, so most steps need less. Not counted, and left to the headroom of
-whoever compares: the CUDA context, fragmentation, the workspace of kernels, the activations of a prefill, the holes that
-streams of different lengths leave in a cache (up to as much again), and the temporaries of the optimizer step (which
-comes when the activations are gone).
+whoever compares: the CUDA context, fragmentation, the workspace of kernels, the activations of a prefill, the holes
+that streams of different lengths leave in a cache (up to as much again), and the temporaries of the optimizer step
+(which comes when the activations are gone).
 
 The formulas are this project's own reasoning about the code of transformers, DeepSpeed and PyTorch; a test holds the
 activations of a small model against them. They have not been compared with a GPU.

@@ -75,17 +75,21 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     }
 
 
-def advantage_metrics(advantages: Tensor, role_ids: Tensor) -> dict[str, float]:
-    """(N,), (N,), one entry an output -> advantage/<role>_{count, mean, std, abs_max}. std divides by the count."""
-    if advantages.dim() != 1 or advantages.shape != role_ids.shape:
-        raise ValueError(f"both must be (N,): advantages {tuple(advantages.shape)}, role_ids {tuple(role_ids.shape)}")
+def advantage_metrics(advantages: Tensor, role_ids: Tensor, known: Tensor) -> dict[str, float]:
+    """(N,), (N,), (N,) bool, one entry an output -> advantage/<role>_{count, mean, std, abs_max}, over the known ones.
+
+    known: whether the reward is. std: as that of the baselines it divides by the count less one; NaN for a single one.
+    """
+    if advantages.dim() != 1 or not advantages.shape == role_ids.shape == known.shape:
+        shapes = ", ".join(str(tuple(each.shape)) for each in (advantages, role_ids, known))
+        raise ValueError(f"advantages, role_ids and known must be (N,), not {shapes}")
     metrics: dict[str, float] = {}
     for name, role in ROLES.items():
-        values = advantages[role_ids == int(role)].double()
+        values = advantages[(role_ids == int(role)) & known].double()
         metrics |= {
             f"advantage/{name}_count": float(len(values)),
             f"advantage/{name}_mean": float(values.mean()),
-            f"advantage/{name}_std": float(values.std(correction=0)) if len(values) else float("nan"),
+            f"advantage/{name}_std": float(values.std()) if len(values) > 1 else float("nan"),
             f"advantage/{name}_abs_max": float(values.abs().max()) if len(values) else float("nan"),
         }
     return metrics
@@ -170,8 +174,14 @@ def _execution(trajectory: Trajectory) -> tuple[int, int, int]:
 
 
 def is_error(response: Any) -> bool:
-    """Whether a response is an object with a key that says error."""
-    return isinstance(response, dict) and any(key.startswith("error") for key in response)
+    """Whether a response is an object with a field that says error: its name begins so, and it holds something."""
+    return bool(errors_in(response))
+
+
+def errors_in(response: Any) -> list[Any]:
+    """What the fields of a response hold whose names begin with error, as in {"error": "no such order"}."""
+    fields = response.items() if isinstance(response, dict) else ()
+    return [value for key, value in fields if key.lower().startswith("error") and value]
 
 
 def prediction_metrics(predictions: list[Prediction]) -> dict[str, Any]:

@@ -48,6 +48,7 @@ from envace.checkpoints import PARTIAL, publish
 from envace.failures import in_memory, is_out_of_memory
 from envace.generation import CachedGenerator
 from envace.memory import read_deepspeed
+from envace.model_folders import base_of, is_adapter, is_model
 from envace.scoring import Scorer, score_inputs
 from envace.settings import LoraConfig as LoraSettings
 from envace.settings import ModelConfig, PolicyConfig, SamplingConfig
@@ -56,7 +57,6 @@ from envace.types import Batch, Role, UserError, first_line
 # Ranks meet after a rollout, and one may have much longer to generate than another; the default is ten minutes.
 PATIENCE = timedelta(hours=6)
 ADAPTER, REFERENCE = "default", "reference"  # names of the adapters: what is trained, what it started from
-ADAPTER_CONFIG = "adapter_config.json"
 Item = TypeVar("Item")
 
 
@@ -500,18 +500,9 @@ def merge_adapter(adapter: Path, output: Path, config: ModelConfig) -> None:
 
 def check_output(output: Path, model_path: str) -> None:
     """Raise SaveError if a model written to `output` would replace what it starts from, an adapter's base included."""
-    sources = [Path(model_path)]
-    if (sources[0] / ADAPTER_CONFIG).exists():
-        base = json.loads((sources[0] / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
-        sources.append(Path(base or model_path))
-    for source in sources:
+    for source in (Path(model_path), Path(base_of(model_path))):
         if source.exists() and output.resolve() in [source.resolve(), *source.resolve().parents]:
             raise SaveError(f"the result would replace {source}, which it starts from: choose another folder")
-
-
-def is_model(path: Path) -> bool:
-    """Whether a folder is a model or an adapter as they are written here."""
-    return (path / "config.json").exists() or (path / ADAPTER_CONFIG).exists()
 
 
 def _write(lm: Any, tokenizer: Any, path: Path, **what: Any) -> None:
@@ -579,7 +570,7 @@ def _load(config: ModelConfig) -> tuple[Any, Any]:
     if not Path(config.path).exists() and (config.path.count("/") > 1 or config.path.startswith(("/", ".", "~"))):
         raise LoadError(f"{where} is no folder; give an existing one, such as that of an earlier stage, or a hub name")
     options = {"trust_remote_code": config.trust_remote_code}
-    is_adapter = (Path(config.path) / ADAPTER_CONFIG).exists()
+    has_adapter = is_adapter(Path(config.path))
     if config.attn_implementation == "flash_attention_2" and not _has_flash_attention():
         raise LoadError(
             "model.attn_implementation=flash_attention_2 needs an NVIDIA GPU and the package flash-attn: "
@@ -590,12 +581,12 @@ def _load(config: ModelConfig) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.path, **options)
         model: Any = AutoModelForCausalLM.from_pretrained(
-            PeftConfig.from_pretrained(config.path).base_model_name_or_path if is_adapter else config.path,
+            PeftConfig.from_pretrained(config.path).base_model_name_or_path if has_adapter else config.path,
             dtype=getattr(torch, config.dtype),
             attn_implementation=SDPA if config.attn_implementation == "sdpa" else config.attn_implementation,
             **options,
         )
-        if is_adapter:
+        if has_adapter:
             model = PeftModel.from_pretrained(model, config.path, adapter_name=ADAPTER, is_trainable=True)
     except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, SafetensorError) as e:
         if is_out_of_memory(e):

@@ -3,7 +3,7 @@
 A goal never names the state of a world. Where the right action depends on a value, the goal points at the response in
 which the agent saw it (`Seen`): rehearsed or real, the agent has to act on what it was told. Rules:
 
-- reads      every required read is called, and before the first write of its turn or a later one;
+- reads      every required read is called, and before the first write that is made from its turn on;
 - writes     in each turn, the distinct calls to anything but a read tool equal the writes of the branch that
              applies. An identical retry counts once; what a response said about a write does not matter, so
              REHEARSE cannot launder one;
@@ -33,6 +33,7 @@ class Seen:
 class Says:
     """The answer must contain `value` as a word, and of the words in `among` only those that its branch demands.
 
+    Case counts in what is demanded, and not in what is unwanted: ids and values are copied as they were seen.
     about: an id; then only the sentences that name it count, so facts about two things cannot be swapped.
     """
 

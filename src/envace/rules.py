@@ -203,6 +203,11 @@ COMBINATIONS: list[tuple[str, Callable[[Config], object], str]] = [
         "candidates are imagined by the policy that acts: leave it empty",
     ),
     (
+        "rehearsal.mode",
+        lambda c: c.rehearsal.mode != "candidates" or c.rehearsal.n < 2 or c.eval.sampling.temperature > 0,
+        "greedy candidates would all be the same: set eval.sampling.temperature > 0, or rehearsal.n=1",
+    ),
+    (
         "rehearsal.path",
         lambda c: not (c.rehearsal.path and c.policy.deepspeed),
         "a second model is not sharded in one run: leave policy.deepspeed empty",

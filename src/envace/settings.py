@@ -30,7 +30,7 @@ class PolicyConfig:
     cpu: bool = False  # allow `deepspeed` on processes without a GPU, over gloo: slow, for tests
     lora: LoraConfig = field(default_factory=LoraConfig)  # train low-rank adapters in place of all weights
     rollout_weights: Literal["gathered", "partitioned"] = "gathered"  # ZeRO-3: a copy on each rank, or none
-    decode: Literal["dynamic", "static"] = "dynamic"  # static: a compiled step over caches of fixed length; slow start
+    decode: Literal["dynamic", "static"] = "dynamic"  # static: a compiled step; max_new_tokens counts as if used
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     logprob_chunk: int = 1024  # tokens whose logits exist at once in an update
     pack_tokens: int = 0  # > 0: sequences without padding, in rows of at most so many tokens; 0 pads micro-batches

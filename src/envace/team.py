@@ -2,7 +2,7 @@
 
 | team     | ACT        | REHEARSE       | trained                                                   |
 | shared   | one policy | the same one   | it, on both roles as rl.role_weights says                 |
-| per_role | one policy | another policy | each on its own role, with an optimizer of its own        |
+| per_role | one policy | another policy | each on its own role, by its weight in rl.role_weights   |
 
 A simulator (rollout.environment=simulated) stands beside any of them and is not trained.
 """
@@ -23,8 +23,6 @@ from envace.generation import CachedGenerator
 from envace.policy import Policy
 from envace.settings import Config, SamplingConfig
 from envace.types import Completion, Request, Role, Trajectory
-
-ONLY = {"act": {"act": 1.0, "rehearse": 0.0}, "rehearse": {"act": 0.0, "rehearse": 1.0}}
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,11 @@ def shared(config: Config, load: Callable[[str], Policy]) -> tuple[dict[Role, Po
 
 def per_role(config: Config, load: Callable[[str], Policy]) -> tuple[dict[Role, Policy], list[Player]]:
     act, rehearse = load(config.model.path), load(config.model.rehearse_path or config.model.path)
-    players = [Player(act, ONLY["act"]), Player(rehearse, ONLY["rehearse"], "rehearse")]
+    weights = config.rl.role_weights
+    players = [
+        Player(act, weights | {"rehearse": 0.0}),
+        Player(rehearse, weights | {"act": 0.0}, "rehearse"),
+    ]
     return {Role.ACT: act, Role.REHEARSE: rehearse}, players
 
 
