@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,12 +164,21 @@ def training_speed(
 
 
 def kept_cache(
-    model: Any, context: int, rows: int, parameters: int, device: torch.device, peak: Peak | None
+    model: Any,
+    context: int,
+    rows: int,
+    parameters: int,
+    device: torch.device,
+    peak: Peak | None,
+    decode: str = "dynamic",
 ) -> dict[str, float]:
-    """NEW_TOKENS for `rows` streams whose caches hold `context` tokens, as rollouts do; the prompt is not counted."""
+    """NEW_TOKENS for `rows` streams whose caches hold `context` tokens and more, as rollouts do, without the prompt.
+
+    decode: as policy.decode.
+    """
     model.eval()
     streams = [Sequence([Segment(Role.CONTEXT, prompt(model, context), Evidence.GIVEN)]) for _ in range(rows)]
-    generator = CachedGenerator(model, 0, SamplingConfig())
+    generator = CachedGenerator(model, 0, SamplingConfig(), decode=decode)
 
     def output(tokens: int) -> None:
         completions = generator([Request(s, Role.ACT, frozenset(), tokens) for s in streams])
@@ -178,7 +188,8 @@ def kept_cache(
 
     output(2)
     seconds, memory = timed(lambda: output(NEW_TOKENS), 1, device)
-    return decoding_record(model.config, context, rows, seconds, memory, parameters, peak)
+    before = len(streams[0]) - NEW_TOKENS - 1  # what the timed output began with
+    return decoding_record(model.config, before, rows, seconds, memory, parameters, peak)
 
 
 def static_compiled(
@@ -206,7 +217,11 @@ def static_compiled(
     return decoding_record(model.config, context, rows, seconds - beginning, memory, parameters, peak)
 
 
-DECODING = {"kept cache": kept_cache, "static, compiled": static_compiled}
+DECODING = {
+    "policy.decode=dynamic": kept_cache,
+    "policy.decode=static": partial(kept_cache, decode="static"),
+    "transformers alone, static, compiled": static_compiled,
+}
 
 
 def prompt(model: Any, context: int) -> list[int]:

@@ -42,6 +42,23 @@ def test_ratios_are_of_medians_and_goals_are_said():
     assert "| at most 0.5 | NO |" in render({"step": runs})
 
 
+def test_a_term_that_noise_hides_does_not_meet_the_goal():
+    """An interval that holds 0 because it is wide shows nothing."""
+    noisy = kept(0.0)
+    for cell in noisy[0].values():
+        cell["by_turn"] = [(before, s + 2e-3 * (-1) ** n) for n, (before, s) in enumerate(cell["by_turn"])]
+    for measured, is_met in ((kept(0.0), True), (noisy, False), (kept(1e-4), False)):
+        *_, fit = TABLES["kv"]({"kept": measured, "prefilled": measured})
+        assert fit.is_met is is_met
+
+
+def test_memory_that_was_not_added_has_no_ratio():
+    cell = {"tokens": 100, "cpu_s": 1.0, "added_mib": 0.0}
+    runs = {"sequence": [{"5 turns": cell}], "outputs": [{"5 turns": cell}]}
+    runs["equal"] = [{"5 turns": {"relative_difference": 1e-7}}]
+    assert [row.ratio for row in TABLES["layout"](runs)] == ["1.00", "1.00", "", ""]
+
+
 def test_sides_that_did_other_work_are_not_compared():
     side = [{"cpu_s": 1.0, "wall_s": 1.0, "peak_mib": 1.0, "sampled_tokens": 2400, "trl": "1"}]
     runs = {f"{name}, {n} threads": side for n in (1, 2) for name in ("ours", "ours, compiled", "trl")}
@@ -50,6 +67,9 @@ def test_sides_that_did_other_work_are_not_compared():
         list(TABLES["step"](runs))
     other = kept(0.0)
     other[0]["5 turns, 1024 tokens"] = other[0]["5 turns, 1024 tokens"] | {"written": "other"}
+    judged = {"wall_s": 1.0, "judging_s": 1.0, "waited_s": 0.1, "outputs": 5}
+    with pytest.raises(ValueError, match="not equally many outputs"):
+        list(TABLES["judging"]({"none": [judged], "judged": [judged | {"outputs": 6}]}))
     with pytest.raises(ValueError, match="5 turns, 1024 tokens: .* different tokens"):
         list(TABLES["kv"]({"kept": kept(0.0), "prefilled": other}))
 

@@ -17,6 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bench.measure import seconds, tell
 from envace.generation import CachedGenerator
+from envace.kv_cache import RoomyCache
 from envace.settings import SamplingConfig
 from envace.types import Completion, Evidence, Request, Role, Segment, Sequence
 
@@ -27,7 +28,7 @@ GREEDY = SamplingConfig(temperature=0.0)
 
 
 class Prefilling:
-    """The plain way: every turn pads the histories on the left and begins with an empty cache."""
+    """The plain way: every turn pads the histories on the left and begins with an empty cache, of the same kind."""
 
     def __init__(self, model: Qwen3ForCausalLM):
         self.model = model
@@ -39,7 +40,12 @@ class Prefilling:
         ids = torch.tensor([[0] * (longest - len(history)) + history for history in histories])
         mask = torch.tensor([[0] * (longest - len(history)) + [1] * len(history) for history in histories])
         output = self.model.generate(
-            ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
+            ids,
+            attention_mask=mask,
+            past_key_values=RoomyCache(self.model.config),
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            do_sample=False,
         )
         return [Completion(row, [], "length") for row in output[:, longest:].tolist()]
 
