@@ -160,22 +160,19 @@ def take_step(
     updated = time.perf_counter()
 
     trained_tokens = sum(found["update/trained_tokens"] for found in updates)
-    metrics = rollout_metrics(trajectories) | advantage_metrics(advantages, role_ids, ~rewards.isnan())
+    metrics = {
+        **rollout_metrics(trajectories),
+        **advantage_metrics(advantages, role_ids, ~rewards.isnan()),
+        **service_metrics,
+        "rollout/sampled_tokens": sampled_tokens,
+        "time/rollout": rolled_out - started,
+        "time/update": updated - rolled_out,
+        "throughput/sampled_tokens_per_second": sampled_tokens / (rolled_out - started),
+        "throughput/trained_tokens_per_second": trained_tokens / (updated - rolled_out),
+    }
     for player, found in zip(team.players, updates, strict=True):
         metrics |= player.named(found)
-    return (
-        trajectories,
-        advantages,
-        {
-            **metrics,
-            **service_metrics,
-            "rollout/sampled_tokens": sampled_tokens,
-            "time/rollout": rolled_out - started,
-            "time/update": updated - rolled_out,
-            "throughput/sampled_tokens_per_second": sampled_tokens / (rolled_out - started),
-            "throughput/trained_tokens_per_second": trained_tokens / (updated - rolled_out),
-        },
-    )
+    return trajectories, advantages, metrics
 
 
 def update(

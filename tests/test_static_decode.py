@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 from envace.attention import SDPA
 from envace.config import ConfigError, load_config
 from envace.generation import CachedGenerator
-from envace.kv_cache import ROOM, FixedLayer
+from envace.kv_cache import ROOM, STEP, FixedLayer
 from envace.settings import SamplingConfig
 
 compiles = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler found")
@@ -45,7 +45,7 @@ def test_a_fixed_layer_holds_what_the_plain_one_holds(seed):
             ours.batch_select_indices(kept)
             plain.batch_select_indices(kept)
         held = plain.get_seq_length()
-        assert int(ours.get_seq_length()) == held and ours.keys.shape[2] % ROOM == 0
+        assert int(ours.get_seq_length()) == held and ours.keys.shape[2] % STEP == 0
         assert torch.equal(ours.keys[:, :, :held], plain.keys) and torch.equal(ours.values[:, :, :held], plain.values)
         lengths.add(ours.keys.shape[2])
     assert len(lengths) > 1
@@ -70,7 +70,7 @@ def test_sampled_outputs_are_those_of_plain_decoding_also_where_the_cache_grows(
     def outputs(decode):
         torch.manual_seed(0)
         generator = CachedGenerator(model, PAD, SamplingConfig(), decode=decode)
-        return ask(generator, stream([1, 2, 3]), stream(range(1, 12)), budget=ROOM + 20)
+        return ask(generator, stream([1, 2, 3]), stream(range(1, 12)), budget=STEP + 20)
 
     for static, plain in zip(outputs("static"), outputs("dynamic"), strict=True):
         assert static.ids == plain.ids

@@ -16,6 +16,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 ROOM = 256  # tokens
+STEP = 64  # tokens; attention of compiled code runs over what is reserved, and each length is a shape of its own
 
 
 class RoomyLayer(DynamicLayer):
@@ -57,7 +58,7 @@ class RoomyCache(DynamicCache):
 
 
 class FixedLayer(StaticLayer):
-    """keys, values: (B, heads, L, head_dim) with L a multiple of ROOM, of which the first `get_seq_length()` are held.
+    """keys, values: (B, heads, L, head_dim) with L a multiple of STEP, of which the first `get_seq_length()` are held.
 
     Attention runs over all of it, and a mask hides the room: shapes and addresses stay as they are from token to token,
     so that compiled code, and a CUDA graph of it, can be used again.
@@ -70,7 +71,7 @@ class FixedLayer(StaticLayer):
         """See to it that there is room for `total` tokens."""
         if total <= self.max_cache_len:
             return
-        more = math.ceil(total / ROOM) * ROOM - self.max_cache_len
+        more = math.ceil(total / STEP) * STEP - self.max_cache_len
         self.max_cache_len += more
         if self.keys is not None and self.values is not None:
             self._replace(F.pad(self.keys, (0, 0, 0, more)), F.pad(self.values, (0, 0, 0, more)))
@@ -83,7 +84,7 @@ class FixedLayer(StaticLayer):
         """columns: (B, W), of each row the W tokens that stay, in their order. What is reserved becomes fitting."""
         if self.keys is not None and self.values is not None:
             kept = columns.shape[1]
-            self.max_cache_len = math.ceil(kept / ROOM) * ROOM
+            self.max_cache_len = math.ceil(kept / STEP) * STEP
             room = (0, 0, 0, self.max_cache_len - kept)
             self._replace(F.pad(_columns(self.keys, columns), room), F.pad(_columns(self.values, columns), room))
             self.cumulative_length.fill_(kept)
